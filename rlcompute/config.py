@@ -91,7 +91,8 @@ class RewardConfig(Section):
 
     target_flops_saved: OpenFraction = Field(
         0.45,
-        description="Saving to reach: share of the language model's full executed FLOPs, over query and target.",
+        description="Saving to reach, as a fraction (0.45 is 45 %) of the language model's full executed FLOPs over "
+        "query and target.",
     )
     recall_floor: OpenFraction = Field(
         0.98, description="Smallest recall allowed, as a share of the teacher's recall in the same gallery, per task."
