@@ -1,0 +1,85 @@
+"""Plan of a ragged expert computation: which token rows each expert reads, in expert order.
+
+Shape legend: T tokens, k selected experts a token, R = T * k (token, slot) pairs, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlcompute.kernels.registry import register, runs_anywhere
+
+
+@dataclass(frozen=True)
+class RoutingPlan:
+    """Rows sorted by expert; the shapes do not depend on how many rows are kept, so nothing waits for the device.
+
+    Attributes:
+        token_rows: int64 ``[R]`` token of each row: expert 0's rows first, in token order inside an expert; pairs
+            that are not kept lie at the end, past ``offsets[-1]``, and must not be computed.
+        slots: int64 ``[R]`` which of the token's k selections the row is.
+        offsets: int64 ``[E]`` end of each expert's rows; expert e owns ``offsets[e] - counts[e] : offsets[e]``.
+        counts: int64 ``[E]`` rows of each expert.
+    """
+
+    token_rows: Tensor
+    slots: Tensor
+    offsets: Tensor
+    counts: Tensor
+
+
+def naive_plan_routing(expert_ids_Tk: Tensor, keep_Tk: Tensor | None, num_experts: int) -> RoutingPlan:
+    """One expert at a time. Same contract as :func:`plan_routing`."""
+    tokens, k = expert_ids_Tk.shape
+    kept = torch.ones_like(expert_ids_Tk, dtype=torch.bool) if keep_Tk is None else keep_Tk
+    rows: list[tuple[int, int]] = []
+    counts: list[int] = []
+    for e in range(num_experts):
+        mine = [
+            (t, j) for t in range(tokens) for j in range(k) if kept[t, j] and int(expert_ids_Tk[t, j]) == e
+        ]
+        rows += mine
+        counts.append(len(mine))
+    rows += [(t, j) for t in range(tokens) for j in range(k) if not kept[t, j]]
+    pairs = torch.tensor(rows, dtype=torch.int64).view(-1, 2)
+    counts_E = torch.tensor(counts, dtype=torch.int64)
+    return RoutingPlan(pairs[:, 0], pairs[:, 1], counts_E.cumsum(0), counts_E)
+
+
+def plan_routing(expert_ids_Tk: Tensor, keep_Tk: Tensor | None, num_experts: int) -> RoutingPlan:
+    """Sort the kept (token, slot) pairs by expert.
+
+    Args:
+        expert_ids_Tk: int64 ``[T, k]``, each in ``[0, num_experts)``.
+        keep_Tk: bool ``[T, k]``, pairs to execute; None keeps all. A token may keep 0..k of its experts.
+        num_experts: E.
+    """
+    k = expert_ids_Tk.shape[1]
+    keys_Tk = expert_ids_Tk if keep_Tk is None else expert_ids_Tk.masked_fill(~keep_Tk, num_experts)
+    keys_R = keys_Tk.reshape(-1)
+    # Narrow keys sort several times faster, and the expert numbers of every published model fit.
+    narrow = keys_R.to(torch.int16 if num_experts < 2**15 else torch.int64)
+    order_R = torch.sort(narrow, stable=True).indices
+    counts_E = torch.zeros(num_experts + 1, dtype=torch.int64, device=keys_R.device)
+    counts_E = counts_E.index_add_(0, keys_R, torch.ones_like(keys_R))[:num_experts]
+    token_rows = torch.div(order_R, max(k, 1), rounding_mode="floor")
+    return RoutingPlan(token_rows, order_R - token_rows * k, counts_E.cumsum(0), counts_E)
+
+
+def tiles(counts: Tensor, rows_per_tile: int) -> Tensor:
+    """Hardware tiles that a grouped GEMM runs: ``ceil(n_e / M)`` for each expert (spec §6).
+
+    Args:
+        counts: int64 ``[..., E]`` rows of each expert.
+        rows_per_tile: M.
+
+    Returns:
+        int64 of the shape of ``counts``.
+    """
+    return torch.div(counts + (rows_per_tile - 1), rows_per_tile, rounding_mode="floor")
+
+
+register("routing_plan", "torch", plan_routing, probe=runs_anywhere)

@@ -1,0 +1,102 @@
+"""Segment bookkeeping that the CPU kernels share: which packed rows belong together, and length buckets.
+
+Shape legend: T packed tokens, S segments, N segments of one bucket, L the bucket's padded length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# A bucket's padded length may exceed its shortest member by at most this factor. Smaller wastes less
+# arithmetic on padding; larger makes fewer, bigger batches, which matters because short segments cost
+# more in dispatch than in arithmetic.
+MAX_PADDING_RATIO = 1.3
+
+
+def segment_lengths(cu_seqlens: Tensor) -> list[int]:
+    """Host-side lengths of the segments.
+
+    Args:
+        cu_seqlens: int64 ``[S + 1]``, starts at 0, non-decreasing.
+    """
+    return cu_seqlens.diff().tolist()
+
+
+def segment_ids(cu_seqlens: Tensor) -> Tensor:
+    """Segment of every token: int64 ``[T]``, on the device of ``cu_seqlens``."""
+    lengths = cu_seqlens.diff()
+    return torch.repeat_interleave(torch.arange(len(lengths), device=cu_seqlens.device), lengths)
+
+
+def positions_in_segment(cu_seqlens: Tensor) -> Tensor:
+    """Position of every token inside its segment: int64 ``[T]``."""
+    lengths = cu_seqlens.diff()
+    starts_T = torch.repeat_interleave(cu_seqlens[:-1], lengths)
+    return torch.arange(len(starts_T), device=cu_seqlens.device) - starts_T
+
+
+def length_buckets(lengths: Sequence[int], max_ratio: float = MAX_PADDING_RATIO) -> list[list[int]]:
+    """Group segments of similar length; empty segments belong to no bucket.
+
+    Args:
+        lengths: tokens of each segment.
+        max_ratio: longest over shortest length allowed inside one bucket.
+
+    Returns:
+        Segment numbers per bucket, longest bucket first, the longest segment first inside each.
+    """
+    order = sorted((s for s, n in enumerate(lengths) if n > 0), key=lengths.__getitem__, reverse=True)
+    buckets: list[list[int]] = []
+    longest = 0
+    for segment in order:
+        if not buckets or lengths[segment] * max_ratio < longest:
+            buckets.append([])
+            longest = lengths[segment]
+        buckets[-1].append(segment)
+    return buckets
+
+
+@dataclass(frozen=True)
+class PaddedRows:
+    """Index of a bucket into the packed stream.
+
+    Attributes:
+        rows_NL: int64 packed row of each padded position. Padding repeats the segment's own last row, so
+            that whatever is computed there can neither read nor disturb another segment.
+        length_N: int64 true lengths.
+    """
+
+    rows_NL: Tensor
+    length_N: Tensor
+
+
+def padded_rows(cu_seqlens: Tensor, segments: Tensor, padded_length: int) -> PaddedRows:
+    """Rows of ``segments`` (all non-empty), each padded to ``padded_length``."""
+    start_N = cu_seqlens[segments]
+    length_N = cu_seqlens[segments + 1] - start_N
+    position_L = torch.arange(padded_length, device=cu_seqlens.device)
+    rows_NL = start_N[:, None] + torch.minimum(position_L, length_N[:, None] - 1)
+    return PaddedRows(rows_NL, length_N)
+
+
+def unpadding_index(cu_seqlens: Tensor, buckets: Sequence[Sequence[int]], padded: Sequence[int]) -> Tensor:
+    """Where each packed token lies in the buckets' padded outputs laid end to end: int64 ``[T]``.
+
+    Args:
+        cu_seqlens: int64 ``[S + 1]``.
+        buckets: segment numbers per bucket; every non-empty segment appears exactly once.
+        padded: padded length of each bucket.
+    """
+    flat_start = [0] * (len(cu_seqlens) - 1)
+    offset = 0
+    for bucket, length in zip(buckets, padded, strict=True):
+        for segment in bucket:
+            flat_start[segment] = offset
+            offset += length
+    shift_S = torch.tensor(flat_start, dtype=torch.int64, device=cu_seqlens.device) - cu_seqlens[:-1]
+    shift_T = torch.repeat_interleave(shift_S, cu_seqlens.diff())
+    return torch.arange(len(shift_T), device=cu_seqlens.device) + shift_T
