@@ -1,0 +1,275 @@
+"""The run folder: what a run writes while it trains, and how it continues after a resume.
+
+    <run.dir>/<run.name>/
+        config.yaml      resolved configuration
+        env.json         versions, machine and commit of every session of the run
+        metrics.jsonl    one JSON object per iteration
+        tb/              TensorBoard: scalars and pictures
+        logs/            logs of the processes
+        failure.json     only after a failure
+        checkpoints/     written by the trainer
+        export/          written by `export`
+
+An iteration is numbered from 1; a run that resumes from a checkpoint after iteration n continues with n + 1.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlcompute import environment
+from rlcompute.config import Config
+from rlcompute.config_loading import dump_yaml, fields, load_config
+from rlcompute.errors import CheckpointError, ConfigError
+from rlcompute.progress import ProgressReporter
+
+# Keys that a resumed run may change: they alter no result of training.
+RESUMABLE = ("run.dir", "ray.", "logging.", "evaluation.", "grpo.checkpoint_every", "data.test")
+
+Images = Mapping[str, NDArray[np.uint8]]
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths inside one run folder."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """Resolved configuration."""
+        return self.root / "config.yaml"
+
+    @property
+    def environment(self) -> Path:
+        """Versions, machine and commit of each session."""
+        return self.root / "env.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per iteration."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard event files."""
+        return self.root / "tb"
+
+    @property
+    def logs(self) -> Path:
+        """Logs of the processes."""
+        return self.root / "logs"
+
+    @property
+    def failure(self) -> Path:
+        """First cause of a failure; absent otherwise."""
+        return self.root / "failure.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Training checkpoints, `step_000100/` and `latest`."""
+        return self.root / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        """Exported gates."""
+        return self.root / "export"
+
+    def has_checkpoint(self) -> bool:
+        """True if at least one checkpoint was written completely."""
+        return any(self.checkpoints.glob("step_*/COMPLETE"))
+
+
+def check_run_folder(config: Config, *, resume: bool) -> None:
+    """Refuses a run that would overwrite checkpoints, or resume what cannot be continued. Writes nothing.
+
+    Raises:
+        ConfigError: The folder has checkpoints and `resume` is off, or a key that shapes the results has changed.
+        CheckpointError: `resume` is on and there is no complete checkpoint.
+    """
+    folder = RunFolder(config.run.folder)
+    if not resume:
+        if folder.has_checkpoint():
+            raise ConfigError(
+                f"{folder.root} already has checkpoints: continue that run with --resume, choose another run.name, "
+                "or delete the folder"
+            )
+        return
+    if not folder.has_checkpoint():
+        raise CheckpointError(f"nothing to resume in {folder.root}: no complete checkpoint; start without --resume")
+    changed = _changed_keys(load_config(folder.config), config)
+    if changed:
+        raise ConfigError(
+            f"--resume continues {folder.root}, whose results depend on keys that differ now: {'; '.join(changed)}. "
+            "Restore them, or start a new run (policy.init_from starts from exported gates)"
+        )
+
+
+def _changed_keys(old: Config, new: Config) -> list[str]:
+    changed = []
+    for key, _ in fields():
+        section, _, name = key.partition(".")
+        before, after = getattr(getattr(old, section), name), getattr(getattr(new, section), name)
+        if before != after and not key.startswith(RESUMABLE):
+            changed.append(f"{key} was {before!r}, is {after!r}")
+    return changed
+
+
+class RunLog:
+    """Writes the run folder of one training session; a context manager.
+
+    Create it only after configuration, data and backbone have been checked, so that an early error leaves nothing
+    behind.
+
+    Args:
+        config: Resolved configuration.
+        completed: Iterations finished before this session; 0 for a new run. Later lines of `metrics.jsonl` and later
+            TensorBoard points of an interrupted session are cut off, since those iterations run again.
+
+    Raises:
+        CheckpointError: `metrics.jsonl` lacks an iteration that the resumed checkpoint has finished.
+    """
+
+    def __init__(self, config: Config, *, completed: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, needed only while training
+
+        self.folder = RunFolder(config.run.folder)
+        self.folder.logs.mkdir(parents=True, exist_ok=True)
+        if completed == 0:
+            self._clear()
+        else:
+            _truncate_metrics(self.folder.metrics, completed)
+        self.folder.failure.unlink(missing_ok=True)
+        self.folder.config.write_text(dump_yaml(config))
+        self._write_environment(completed)
+        self._metrics = self.folder.metrics.open("a", encoding="utf-8")
+        self._writer: Any = SummaryWriter(str(self.folder.tensorboard), purge_step=completed + 1)
+        self.iteration = completed
+        self._progress = ProgressReporter("training", config.grpo.iterations, unit="iteration", done=completed)
+
+    def __enter__(self) -> Self:
+        self._progress.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.__exit__(kind, error, trace)
+        self._metrics.close()
+        self._writer.close()
+
+    def record(self, metrics: Mapping[str, float], *, images: Images | None = None, note: str = "") -> None:
+        """Logs the next iteration.
+
+        Args:
+            metrics: Scalars by `group/name`, for example `reward/mean`; values that are not finite become null in
+                `metrics.jsonl`.
+            images: Pictures by `group/name`, uint8 `[height, width, 3]`.
+            note: Short text for the progress bar.
+        """
+        self.iteration += 1
+        line: dict[str, object] = {"iteration": self.iteration, "time": _now()}
+        line |= {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+        self._metrics.write(json.dumps(line) + "\n")
+        self._metrics.flush()
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, self.iteration)
+        for name, image in (images or {}).items():
+            self._writer.add_image(name, image, self.iteration, dataformats="HWC")
+        self._writer.flush()
+        self._progress.advance(note=note)
+
+    def message(self, text: str) -> None:
+        """Prints a line beside the progress."""
+        self._progress.message(text)
+
+    def write_failure(
+        self, error: BaseException, *, stage: str, details: Mapping[str, object] | None = None
+    ) -> Path:
+        """Writes `failure.json` for the first cause and returns its path; a second call changes nothing.
+
+        Args:
+            error: The exception; its traceback is kept.
+            stage: Name of the stage that failed, for example `sample`.
+            details: Further facts by name, such as actor memory in bytes or stacks.
+        """
+        if not self.folder.failure.exists():
+            report = {
+                "time": _now(),
+                "iteration": self.iteration + 1,
+                "stage": stage,
+                "error": type(error).__name__,
+                "message": str(error),
+                "traceback": traceback.format_exception(error),
+                "driver_memory_bytes": environment.process_memory_bytes(),
+                **(details or {}),
+            }
+            _write_atomically(self.folder.failure, json.dumps(report, indent=2) + "\n")
+        return self.folder.failure
+
+    def _clear(self) -> None:
+        """Removes what an earlier session left that never reached a checkpoint."""
+        for path in (self.folder.metrics, self.folder.environment):
+            path.unlink(missing_ok=True)
+        for path in (self.folder.tensorboard, self.folder.checkpoints, self.folder.export):
+            if path.exists():
+                shutil.rmtree(path)
+
+    def _write_environment(self, completed: int) -> None:
+        path = self.folder.environment
+        sessions = json.loads(path.read_text())["sessions"] if path.is_file() else []
+        sessions.append(
+            {
+                "started": _now(),
+                "first_iteration": completed + 1,
+                "command": sys.argv,
+                "commit": environment.git_commit(Path(__file__).parent),
+                "packages": environment.package_versions(),
+                "machine": environment.machine(),
+            }
+        )
+        _write_atomically(path, json.dumps({"sessions": sessions}, indent=2) + "\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All complete lines of a `metrics.jsonl`; a last line that was cut off by a crash is left out."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def _truncate_metrics(path: Path, completed: int) -> None:
+    rows = read_metrics(path) if path.is_file() else []
+    kept = [row for row in rows if row["iteration"] <= completed]
+    if [row["iteration"] for row in kept] != list(range(1, completed + 1)):
+        raise CheckpointError(
+            f"{path} does not hold iterations 1 to {completed}, which the resumed checkpoint has finished: restore it"
+        )
+    _write_lines(path, kept)
+
+
+def _write_lines(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    _write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_suffix(path.suffix + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
