@@ -1,0 +1,77 @@
+"""Transformers families behind one layer contract; see :class:`rlcompute.backbones.base.Backbone`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from rlcompute.backbones.base import Backbone
+from rlcompute.errors import CheckpointError
+from rlcompute.preprocess import DEFAULT_MAX_TOKENS, Preprocessor
+
+FAMILIES = ("qwen3_5_moe",)
+
+
+def checkpoint_family(path: str | Path) -> str:
+    """The ``model_type`` of a checkpoint folder, checked to be one that the platform can run.
+
+    Raises:
+        CheckpointError: no such folder, no readable config.json, or a family that is not supported.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"backbone.path: {folder} is not a folder. Give the local folder of a transformers checkpoint "
+            "(model hub names are not resolved: download it first)."
+        )
+    config_file = folder / "config.json"
+    try:
+        family = json.loads(config_file.read_text(encoding="utf-8"))["model_type"]
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: no config.json, so this is not a transformers checkpoint") from None
+    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{config_file}: not a transformers configuration ({error!r})") from error
+    if family not in FAMILIES:
+        raise CheckpointError(
+            f"{config_file}: model_type {family!r} is not supported; supported families: {', '.join(FAMILIES)}"
+        )
+    return str(family)
+
+
+def load_backbone(path: str | Path, *, dtype: str = "float32", device: str = "cpu", max_tokens: int = DEFAULT_MAX_TOKENS) -> Backbone:
+    """Load a frozen backbone from a local transformers checkpoint folder.
+
+    Args:
+        path: the folder; nothing is downloaded.
+        dtype: a torch floating dtype by name.
+        device: a torch device.
+        max_tokens: longest text, in tokens.
+
+    Raises:
+        CheckpointError: see :func:`checkpoint_family`; also weights that are missing or do not fit the family.
+    """
+    family = checkpoint_family(path)
+    assert family == "qwen3_5_moe"
+    from transformers import Qwen3_5MoeModel
+
+    from rlcompute.backbones.qwen3_5_moe import Qwen35MoeBackbone
+
+    folder = Path(path)
+    try:
+        model, info = Qwen3_5MoeModel.from_pretrained(
+            folder,
+            dtype=getattr(torch, dtype),
+            local_files_only=True,
+            use_safetensors=True,
+            attn_implementation="sdpa",
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{folder}: transformers could not load the weights: {error}") from error
+    if info["missing_keys"]:
+        names = sorted(info["missing_keys"])
+        raise CheckpointError(f"{folder}: {len(names)} weights are missing, the first is {names[0]!r}")
+    preprocessor = Preprocessor.from_pretrained(folder, max_tokens=max_tokens)
+    return Qwen35MoeBackbone(model.to(device), folder, preprocessor)

@@ -1,0 +1,266 @@
+"""Qwen3.5-MoE: Gated DeltaNet and gated attention over packed segments, every layer with routed experts.
+
+Weights and rotary tables are transformers' own modules; only their forward is rewritten for packed tokens.
+
+Shape legend: T tokens, Q query tokens, S segments, d hidden size, H query heads, G key/value heads, D head width,
+r rotary width, V value heads of Gated DeltaNet, k selected experts, E experts, F expert width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rlcompute.backbones.base import Backbone, BackboneLayer, ExpertWeights, LayerCost
+from rlcompute.backbones.fingerprint import checkpoint_hash
+from rlcompute.backbones.qwen3_5_vision import VisionTower
+from rlcompute.kernels import registry
+from rlcompute.pack import IMAGE, TEXT, VIDEO, EmbeddedInput, Pack
+from rlcompute.preprocess import ModelInput, Preprocessor
+
+
+def _zero_centred_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / rms(x) * (1 + weight)`` in float32 at least, back in x's dtype."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    scale = 1.0 + weight.to(wide)
+    return F.rms_norm(x.to(wide), (x.shape[-1],), scale, eps).to(x.dtype)
+
+
+def _rotate(x_THD: Tensor, cos_Tr: Tensor, sin_Tr: Tensor) -> Tensor:
+    """Rotary embedding of the first r channels of each head; the others pass."""
+    r = cos_Tr.shape[-1]
+    turned, passed = x_THD[..., :r], x_THD[..., r:]
+    low, high = turned.chunk(2, dim=-1)
+    swapped = torch.cat((-high, low), dim=-1)
+    return torch.cat((turned * cos_Tr[:, None] + swapped * sin_Tr[:, None], passed), dim=-1)
+
+
+def _fuse(linears: Sequence[nn.Linear]) -> Tensor:
+    """One weight [sum(out), in] for several projections of the same input; the modules become views of it."""
+    fused = torch.cat([linear.weight.data for linear in linears])
+    start = 0
+    for linear in linears:
+        stop = start + linear.weight.shape[0]
+        linear.weight.data = fused[start:stop]
+        start = stop
+    return fused
+
+
+class _Attention:
+    """Gated full attention with per-head norms and partial rotary positions."""
+
+    def __init__(self, module: Any, eps: float) -> None:
+        self.module, self.eps = module, eps
+        self.head_dim = module.head_dim
+        self.heads = module.q_proj.out_features // (2 * self.head_dim)
+        self.kv_heads = module.k_proj.out_features // self.head_dim
+        self.attention = registry.select("attention", module.k_proj.weight.device)
+
+    def __call__(self, x_Td: Tensor, pack: Pack) -> Tensor:
+        return self._attend(x_Td, x_Td, pack.cos_Tr, pack.sin_Tr, pack.cu_seqlens, pack)
+
+    def emb_rows(self, x_Td: Tensor, pack: Pack) -> Tensor:
+        last = pack.emb_index_S
+        bounds = torch.arange(pack.num_segments + 1, device=last.device)
+        return self._attend(x_Td[last], x_Td, pack.cos_Tr[last], pack.sin_Tr[last], bounds, pack)
+
+    def _attend(
+        self, x_Qd: Tensor, x_Td: Tensor, cos_Qr: Tensor, sin_Qr: Tensor, cu_q: Tensor, pack: Pack
+    ) -> Tensor:
+        m, D = self.module, self.head_dim
+        query_QHD, gate_QHD = m.q_proj(x_Qd).view(-1, self.heads, 2 * D).chunk(2, dim=-1)
+        key_TGD = m.k_proj(x_Td).view(-1, self.kv_heads, D)
+        value_TGD = m.v_proj(x_Td).view(-1, self.kv_heads, D)
+        query_QHD = _rotate(_zero_centred_rms_norm(query_QHD, m.q_norm.weight, self.eps), cos_Qr, sin_Qr)
+        key_TGD = _rotate(
+            _zero_centred_rms_norm(key_TGD, m.k_norm.weight, self.eps), pack.cos_Tr, pack.sin_Tr
+        )
+        out_QHD = self.attention(
+            query_QHD, key_TGD, value_TGD, cu_q, pack.cu_seqlens, scale=m.scaling, causal=True
+        )
+        gated = out_QHD.reshape(x_Qd.shape[0], -1) * gate_QHD.reshape(x_Qd.shape[0], -1).sigmoid()
+        out: Tensor = m.o_proj(gated)
+        return out
+
+    def costs(self, d: int) -> tuple[float, float, float]:
+        """FLOPs per token, per query token, per (query, key) pair."""
+        inner = self.heads * self.head_dim
+        return 4.0 * d * self.kv_heads * self.head_dim, 6.0 * d * inner, 4.0 * inner
+
+
+class _GatedDeltaNet:
+    """Gated DeltaNet, spec §2: one packed projection, short convolution, gated delta rule, gated norm."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.w_in = _fuse([module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a])
+        self.decay_V = -module.A_log.float().exp()
+        self.convolve = registry.select("causal_conv", self.w_in.device)
+        self.delta_rule = registry.select("gated_delta", self.w_in.device)
+
+    def __call__(self, x_Td: Tensor, pack: Pack) -> Tensor:
+        core_TVD, z_TVD = self._recurrence(x_Td, pack)
+        return self._project(core_TVD, z_TVD)
+
+    def emb_rows(self, x_Td: Tensor, pack: Pack) -> Tensor:
+        # Every token still feeds the state; only the output norm and projection can be spared.
+        core_TVD, z_TVD = self._recurrence(x_Td, pack)
+        return self._project(core_TVD[pack.emb_index_S], z_TVD[pack.emb_index_S])
+
+    def _recurrence(self, x_Td: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:
+        m, T, V = self.module, x_Td.shape[0], self.module.num_v_heads
+        qkv, z, b_TV, a_TV = F.linear(x_Td, self.w_in).split([m.conv_dim, m.value_dim, V, V], dim=-1)
+        qkv = self.convolve(qkv, m.conv1d.weight[:, 0], m.conv1d.bias, pack.cu_seqlens)
+        query, key, value = qkv.split([m.key_dim, m.key_dim, m.value_dim], dim=-1)
+        log_decay_TV = self.decay_V * F.softplus(a_TV.float() + m.dt_bias)
+        core_TVD = self.delta_rule(
+            query.view(T, m.num_k_heads, m.head_k_dim),
+            key.view(T, m.num_k_heads, m.head_k_dim),
+            value.view(T, V, m.head_v_dim),
+            log_decay_TV,
+            b_TV.sigmoid(),
+            pack.cu_seqlens,
+        )
+        return core_TVD, z.view(T, V, m.head_v_dim)
+
+    def _project(self, core_TVD: Tensor, z_TVD: Tensor) -> Tensor:
+        m, dtype = self.module, core_TVD.dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        normed = F.rms_norm(core_TVD.to(wide), (m.head_v_dim,), None, m.norm.variance_epsilon).to(dtype)
+        gated = (m.norm.weight * normed).to(wide) * F.silu(z_TVD.to(wide))
+        out: Tensor = m.out_proj(gated.to(dtype).flatten(1))
+        return out
+
+    def costs(self, d: int) -> tuple[float, float, float]:
+        """FLOPs per token, per query token, per (query, key) pair (none)."""
+        m = self.module
+        project = 2.0 * d * (m.conv_dim + m.value_dim + 2 * m.num_v_heads)
+        # Recurrence of spec §2 per value head: decay, read S k, write, read S q, on a D_k x D_v state.
+        recur = 7.0 * m.head_k_dim * m.head_v_dim * m.num_v_heads
+        return project + 2.0 * m.conv_kernel_size * m.conv_dim + recur, 2.0 * m.value_dim * d, 0.0
+
+
+class Qwen35MoeLayer:
+    """One decoder layer on packed tokens; implements :class:`BackboneLayer`."""
+
+    def __init__(self, module: Any, config: Any) -> None:
+        self.module, self.eps, self.top_k = module, config.rms_norm_eps, config.num_experts_per_tok
+        self.is_attention = module.block_type == "full_attention"
+        self.mixer: _Attention | _GatedDeltaNet = (
+            _Attention(module.self_attn, self.eps) if self.is_attention else _GatedDeltaNet(module.linear_attn)
+        )
+        mlp = module.mlp
+        self.experts = ExpertWeights(mlp.experts.gate_up_proj, mlp.experts.down_proj)
+        d, width = config.hidden_size, config.moe_intermediate_size
+        mix_token, mix_query, mix_context = self.mixer.costs(d)
+        self.cost = LayerCost(
+            mix_token=mix_token,
+            mix_query=mix_query,
+            mix_context=mix_context,
+            shared_token=6.0 * d * config.shared_expert_intermediate_size + 2.0 * d,
+            router_token=2.0 * d * config.num_experts,
+            expert_row=6.0 * d * width,
+        )
+
+    def _mixer_input(self, h_Td: Tensor) -> Tensor:
+        return _zero_centred_rms_norm(h_Td, self.module.input_layernorm.weight, self.eps)
+
+    def mix(self, h_Td: Tensor, pack: Pack) -> Tensor:
+        return h_Td + self.mixer(self._mixer_input(h_Td), pack)
+
+    def mix_emb(self, h_Td: Tensor, pack: Pack) -> Tensor:
+        return h_Td[pack.emb_index_S] + self.mixer.emb_rows(self._mixer_input(h_Td), pack)
+
+    def moe_input(self, h_Td: Tensor) -> Tensor:
+        return _zero_centred_rms_norm(h_Td, self.module.post_attention_layernorm.weight, self.eps)
+
+    def route(self, x_Td: Tensor) -> tuple[Tensor, Tensor]:
+        logits = F.linear(x_Td, self.module.mlp.gate.weight)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        weights, ids = logits.softmax(dim=-1, dtype=wide).topk(self.top_k, dim=-1)
+        return ids, (weights / weights.sum(dim=-1, keepdim=True)).to(logits.dtype)
+
+    def shared(self, x_Td: Tensor) -> Tensor:
+        mlp = self.module.mlp
+        out: Tensor = mlp.shared_expert(x_Td) * mlp.shared_expert_gate(x_Td).sigmoid()
+        return out
+
+
+class Qwen35MoeBackbone(Backbone):
+    """The family behind the layer contract, loaded from any transformers checkpoint of it."""
+
+    family = "qwen3_5_moe"
+
+    def __init__(self, model: Any, path: Path, preprocessor: Preprocessor) -> None:
+        self._model = model.eval().requires_grad_(False)
+        text = model.config.text_config
+        self.path, self.hash, self.preprocessor = path, checkpoint_hash(path), preprocessor
+        self.dtype, self.device = model.dtype, model.device
+        self.hidden_size, self.num_experts, self.top_k = (
+            text.hidden_size,
+            text.num_experts,
+            text.num_experts_per_tok,
+        )
+        self.layers: list[BackboneLayer] = [Qwen35MoeLayer(x, text) for x in model.language_model.layers]
+        self._vision = VisionTower(model.visual)
+
+    @property
+    def model(self) -> Any:
+        """The transformers model whose weights this backbone reads."""
+        return self._model
+
+    @torch.no_grad()
+    def embed_inputs(self, inputs: Sequence[ModelInput]) -> list[EmbeddedInput]:
+        """Token embeddings with the vision tower's features in place of image and video tokens.
+
+        All inputs' images share one packed vision pass.
+        """
+        config = self._model.config
+        ids_T = torch.cat([x.input_ids for x in inputs]).to(self.device)
+        hidden_Td = self._model.get_input_embeddings()(ids_T)
+        modality_T = torch.full_like(ids_T, TEXT, dtype=torch.int8)
+        modality_T[ids_T == config.image_token_id] = IMAGE
+        modality_T[ids_T == config.video_token_id] = VIDEO
+        visual = [x for x in inputs if x.patches is not None]
+        if visual:
+            patches = torch.cat([x.patches for x in visual if x.patches is not None])
+            grids = torch.cat([x.grid_thw for x in visual])
+            features = self._vision(patches.to(self.device, self.dtype), grids)
+            hidden_Td[modality_T != TEXT] = features
+        lengths = [len(x.input_ids) for x in inputs]
+        parts = zip(inputs, hidden_Td.split(lengths), modality_T.split(lengths), strict=True)
+        return [
+            EmbeddedInput(
+                # Clones, so that a cached input does not keep its whole batch alive.
+                hidden_Ld=hidden.clone(),
+                position_ids_3L=self._positions(x, modality),
+                modality_L=modality.clone(),
+                vision_flops=sum(self._vision.flops(grid) for grid in x.grid_thw.tolist()),
+            )
+            for x, hidden, modality in parts
+        ]
+
+    def _positions(self, x: ModelInput, modality_L: Tensor) -> Tensor:
+        images, video = (x.grid_thw[:-1], x.grid_thw[-1:]) if x.has_video else (x.grid_thw, None)
+        positions, _ = self._model.get_rope_index(
+            x.input_ids[None],
+            mm_token_type_ids=modality_L[None].int().cpu(),
+            image_grid_thw=images if len(images) else None,
+            video_grid_thw=video,
+        )
+        out: Tensor = positions[:, 0].to(self.device)
+        return out
+
+    def rotary(self, position_ids_3T: Tensor) -> tuple[Tensor, Tensor]:
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        cos, sin = self._model.language_model.rotary_emb(like, position_ids_3T[:, None])
+        return cos[0], sin[0]
+
+    def final_norm(self, h_Sd: Tensor) -> Tensor:
+        norm = self._model.language_model.norm
+        return _zero_centred_rms_norm(h_Sd, norm.weight, norm.eps)

@@ -1,0 +1,114 @@
+"""Packed batches: many inputs of any length in one row of tokens, without padding.
+
+Shape legend: T tokens in the pack, S segments (one segment per input or rollout), L tokens of one input,
+d hidden size, r rotary width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+TEXT, IMAGE, VIDEO = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class EmbeddedInput:
+    """One input after token embedding and vision tower, ready to be packed any number of times.
+
+    Attributes:
+        hidden_Ld: input of the first decoder layer, in the backbone's dtype.
+        position_ids_3L: int64 temporal, height and width positions of the multimodal rotary embedding.
+        modality_L: int8, TEXT, IMAGE or VIDEO per token.
+        vision_flops: FLOPs that the vision tower spent on this input.
+    """
+
+    hidden_Ld: Tensor
+    position_ids_3L: Tensor
+    modality_L: Tensor
+    vision_flops: float
+
+    @property
+    def length(self) -> int:
+        """Number of tokens, the closing ``<emb>`` token included."""
+        return int(self.hidden_Ld.shape[0])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the tensors hold."""
+        return sum(x.numel() * x.element_size() for x in (self.hidden_Ld, self.position_ids_3L, self.modality_L))
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Where every surviving token of a batch belongs; the hidden states travel beside it.
+
+    Attributes:
+        cu_seqlens: int64 [S+1], segment s owns the tokens cu_seqlens[s]:cu_seqlens[s+1]. The last token of a
+            segment is its ``<emb>`` token; it is never removed.
+        segment_ids_T: int64, the segment of each token.
+        token_index_T: int64, the token's place in the original input; survives compaction, so that whatever is
+            derived from it does not depend on what was dropped or on the rest of the batch.
+        modality_T: int8, TEXT, IMAGE or VIDEO.
+        cos_Tr, sin_Tr: rotary factors in the dtype of the hidden states.
+    """
+
+    cu_seqlens: Tensor
+    segment_ids_T: Tensor
+    token_index_T: Tensor
+    modality_T: Tensor
+    cos_Tr: Tensor
+    sin_Tr: Tensor
+
+    @property
+    def num_segments(self) -> int:
+        return int(self.cu_seqlens.shape[0]) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.segment_ids_T.shape[0])
+
+    @property
+    def lengths_S(self) -> Tensor:
+        """int64 [S], tokens per segment."""
+        return self.cu_seqlens.diff()
+
+    @property
+    def emb_index_S(self) -> Tensor:
+        """int64 [S], the row of each segment's ``<emb>`` token (its last)."""
+        return self.cu_seqlens[1:] - 1
+
+    def is_emb_T(self) -> Tensor:
+        """bool [T], true at ``<emb>`` tokens."""
+        mask = torch.zeros_like(self.segment_ids_T, dtype=torch.bool)
+        mask[self.emb_index_S] = True
+        return mask
+
+    def take(self, index: Tensor, cu_seqlens: Tensor) -> Pack:
+        """The pack of the tokens at ``index`` (int64, ascending), whose segment bounds are ``cu_seqlens``."""
+        return replace(
+            self,
+            cu_seqlens=cu_seqlens,
+            segment_ids_T=self.segment_ids_T[index],
+            token_index_T=self.token_index_T[index],
+            modality_T=self.modality_T[index],
+            cos_Tr=self.cos_Tr[index],
+            sin_Tr=self.sin_Tr[index],
+        )
+
+    def emb_only(self) -> Pack:
+        """The pack of the ``<emb>`` tokens alone: S segments of one token."""
+        bounds = torch.arange(self.num_segments + 1, device=self.cu_seqlens.device)
+        return self.take(self.emb_index_S, bounds)
+
+
+def concatenate(inputs: Sequence[EmbeddedInput]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states [T,d], positions [3,T], modality [T] and cu_seqlens [S+1] of inputs laid end to end."""
+    hidden = torch.cat([x.hidden_Ld for x in inputs])
+    positions = torch.cat([x.position_ids_3L for x in inputs], dim=1)
+    modality = torch.cat([x.modality_L for x in inputs])
+    lengths = torch.tensor([0, *(x.length for x in inputs)], dtype=torch.long, device=hidden.device)
+    return hidden, positions, modality, lengths.cumsum(0)

@@ -1,0 +1,32 @@
+"""What one encoder pass executed, counted per layer and segment.
+
+Shape legend: N layers, S segments, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Counts of executed work; every tensor is int64 on the device of the pass.
+
+    Attributes:
+        entered_NS: tokens that went through the layer's mixer (its keys and values, in the last layer).
+        decided_NS: tokens that reached the layer's mixture-of-experts block, where the policy decides. Equal to
+            ``entered_NS`` except in the last layer, where only ``<emb>`` is left.
+        survived_NS: tokens that stayed after the decision and ran the shared expert.
+        routed_NS: tokens that went through the router and at least one routed expert.
+        rows_NS: (token, expert) rows that ran.
+        expert_rows_NE: the same rows by expert, over all segments.
+    """
+
+    entered_NS: Tensor
+    decided_NS: Tensor
+    survived_NS: Tensor
+    routed_NS: Tensor
+    rows_NS: Tensor
+    expert_rows_NE: Tensor
