@@ -39,3 +39,6 @@ lint: setup ## ruff and mypy
 format: setup ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: setup ## Regenerate the configuration reference
+	$(BIN)/python -c 'from rlcompute.config_loading import reference; print(reference(), end="")' > docs/configuration.md

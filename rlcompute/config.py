@@ -63,16 +63,20 @@ class DataConfig(Section):
     train: str = Field(min_length=1, description="Parquet file of training pairs.")
     test: str = Field(min_length=1, description="Parquet file of held-out pairs that `evaluate` reads.")
     pairs_per_task: Count | None = Field(
-        None, description="At most this many training pairs of each task, the first in the file (pairs; null: all)."
+        None,
+        description="At most this many training pairs of each task, the first in the file (pairs; null: all).",
     )
     on_bad_row: Literal["error", "skip"] = Field(
-        "error", description="A row with undecodable images or an empty side stops the run, or is skipped and counted."
+        "error",
+        description="A row with undecodable images or an empty side stops the run, or is skipped and counted.",
     )
-    max_tokens: Count = Field(512, description="Longer text is truncated to this length (tokens of one input's text).")
+    max_tokens: Count = Field(
+        512, description="Longer text is truncated to this length (tokens of one input's text)."
+    )
 
 
 class PolicyConfig(Section):
-    """The gate heads that decide ROUTE, SKIP or DROP for each token and layer (spec §3)."""
+    """The gate heads that decide ROUTE, SKIP or DROP for each token and layer."""
 
     droppable: Literal["all", "visual"] = Field(
         "all", description="Tokens that may be dropped: all but `<emb>`, or image and video tokens only."
@@ -80,14 +84,16 @@ class PolicyConfig(Section):
     temperature: Positive = Field(1.0, description="Temperature of the sampled actions (divides the logits).")
     init_skip: OpenFraction = Field(0.1, description="Probability of SKIP before training.")
     init_drop: OpenFraction = Field(0.02, description="Probability of DROP before training.")
-    late_skip_bias: float = Field(4.0, description="Added to the SKIP logits of the later half of the layers (nats).")
+    late_skip_bias: float = Field(
+        4.0, description="Added to the SKIP logits of the later half of the layers (nats)."
+    )
     init_from: str | None = Field(
         None, description="Folder of exported gates to start from (null: start near full compute)."
     )
 
 
 class RewardConfig(Section):
-    """The retrieval reward of a rollout (spec §3)."""
+    """The retrieval reward of a rollout."""
 
     target_flops_saved: OpenFraction = Field(
         0.45,
@@ -95,7 +101,8 @@ class RewardConfig(Section):
         "query and target.",
     )
     recall_floor: OpenFraction = Field(
-        0.98, description="Smallest recall allowed, as a share of the teacher's recall in the same gallery, per task."
+        0.98,
+        description="Smallest recall allowed, as a share of the teacher's recall in the same gallery, per task.",
     )
     distill_weight: NonNegative = Field(
         0.2, description="Weight of the cosine to the full-compute embedding in the reward."
@@ -103,12 +110,16 @@ class RewardConfig(Section):
     negative_temperature: Positive = Field(
         0.05, description="Temperature of the softmax that weights the negatives' similarities."
     )
-    recall_weight: NonNegative = Field(0.0, description="Weight of in-batch recall itself, added to the reward.")
+    recall_weight: NonNegative = Field(
+        0.0, description="Weight of in-batch recall itself, added to the reward."
+    )
     negatives: Count | None = Field(
-        None, description="Only the k most similar negatives count (null: every negative of the batch and bank)."
+        None,
+        description="Only the k most similar negatives count (null: every negative of the batch and bank).",
     )
     bank: bool = Field(
-        True, description="Cached full-compute embeddings of the task's other training pairs are extra negatives."
+        True,
+        description="Cached full-compute embeddings of the task's other training pairs are extra negatives.",
     )
 
 
@@ -120,44 +131,60 @@ class ControllerConfig(Section):
     start_lambda: float = Field(0.3, description="Integral part of λ at the first iteration.")
     min_lambda: float = Field(-1.0, description="Smallest λ; a negative one pays for compute.")
     ramp_fraction: Fraction = Field(
-        0.5, description="Share of the iterations over which the target rises from `ramp_start` to its final value."
+        0.5,
+        description="Share of the iterations over which the target rises from `ramp_start` to its final value.",
     )
     ramp_start: Fraction = Field(0.1, description="Target saving at the first iteration (share of FLOPs).")
 
 
 class GRPOSettings(Section):
-    """Batches, groups and the optimiser of GRPO (spec §3)."""
+    """Batches, groups and the optimiser of GRPO."""
 
-    iterations: Count = Field(150, description="Training iterations; schedules are stretched over all of them.")
-    pairs_per_batch: int = Field(16, ge=2, description="Pairs of one iteration; they share one gallery (pairs).")
+    iterations: Count = Field(
+        150, description="Training iterations; schedules are stretched over all of them."
+    )
+    pairs_per_batch: int = Field(
+        16, ge=2, description="Pairs of one iteration; they share one gallery (pairs)."
+    )
     rollouts: int = Field(8, ge=2, description="Group size G: sampled executions of each input (rollouts).")
     micro_batch_pairs: Count = Field(
-        4, description="Pairs that a worker packs and executes at once; results do not depend on workers (pairs)."
+        4,
+        description="Pairs that a worker packs and executes at once; results do not depend on workers (pairs).",
     )
     updates_per_batch: Count = Field(
-        1, description="Gradient updates from one batch; above 1 the clipped ratio is used and features are shipped."
+        1,
+        description="Gradient updates from one batch; above 1 the clipped ratio is used and features are shipped.",
     )
     clip_epsilon: OpenFraction = Field(0.2, description="Clipping range ε of the probability ratio.")
-    advantage_clip: Positive = Field(3.0, description="Advantages are clipped to ± this (standard deviations).")
+    advantage_clip: Positive = Field(
+        3.0, description="Advantages are clipped to ± this (standard deviations)."
+    )
     advantage_normalization: Literal["group", "batch"] = Field(
-        "group", description="Advantages are divided by the standard deviation of their group, or of the whole batch."
+        "group",
+        description="Advantages are divided by the standard deviation of their group, or of the whole batch.",
     )
     lr: Positive = Field(0.005, description="Adam learning rate of the gate weights.")
     bias_lr: Positive = Field(0.05, description="Adam learning rate of the gate biases.")
-    checkpoint_every: Count = Field(20, description="Iterations between checkpoints; the last one is always written.")
+    checkpoint_every: Count = Field(
+        20, description="Iterations between checkpoints; the last one is always written."
+    )
 
 
 class RayConfig(Section):
     """Placement and deadlines on Ray."""
 
-    num_workers: Count = Field(2, description="Rollout workers; each holds one backbone and one CPU (processes).")
+    num_workers: Count = Field(
+        2, description="Rollout workers; each holds one backbone and one CPU (processes)."
+    )
     address: str | None = Field(
-        None, description="Address of a running Ray head (null: `RAY_ADDRESS` if set, else a private local cluster)."
+        None,
+        description="Address of a running Ray head (null: `RAY_ADDRESS` if set, else a private local cluster).",
     )
     dashboard: bool = Field(False, description="Start the Ray dashboard with the private local cluster.")
     dashboard_port: int = Field(8265, ge=1024, le=65535, description="Port of that dashboard.")
     stage_timeout_s: Positive = Field(
-        300.0, description="Deadline of each remote stage; a breach stops the run and names the stage (seconds)."
+        300.0,
+        description="Deadline of each remote stage; a breach stops the run and names the stage (seconds).",
     )
 
 
@@ -183,7 +210,9 @@ class LoggingConfig(Section):
     """Pictures in TensorBoard; scalars are logged every iteration."""
 
     images_every: Count = Field(25, description="Iterations between pictures of actions and dropped patches.")
-    overlay_inputs: int = Field(3, ge=0, description="Inputs whose dropped patches are drawn each time (inputs).")
+    overlay_inputs: int = Field(
+        3, ge=0, description="Inputs whose dropped patches are drawn each time (inputs)."
+    )
 
 
 class Config(Section):

@@ -81,6 +81,40 @@ def fields(model: type[BaseModel] = Config, prefix: tuple[str, ...] = ()) -> Ite
             yield from fields(section, (*prefix, name))
 
 
+def reference() -> str:
+    """The configuration reference in Markdown: one table per section with key, default and meaning."""
+    lines = [
+        "# Configuration reference",
+        "",
+        "Generated from `rlcompute/config.py` by `make docs`. Values come from the defaults, then the file given by",
+        "`--config`, then `section.key=value` overrides on the command line. Paths are relative to the working directory.",
+    ]
+    for name, field in Config.model_fields.items():
+        section = _section(field)
+        if section is not None:
+            lines += [
+                "",
+                f"## {name}",
+                "",
+                section.__doc__ or "",
+                "",
+                "| key | default | meaning |",
+                "|---|---|---|",
+            ]
+            lines += [
+                f"| `{key}` | {_default(leaf)} | {leaf.description} |"
+                for key, leaf in fields(section, (name,))
+            ]
+    return "\n".join(lines) + "\n"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = list(field.default) if isinstance(field.default, tuple) else field.default
+    return f"`{yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix('...' + chr(10)).strip()}`"
+
+
 def _section(field: FieldInfo) -> type[BaseModel] | None:
     annotation = field.annotation
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
@@ -119,13 +153,17 @@ def _check_keys(source: Source, model: type[BaseModel], values: Tree, prefix: tu
         dotted = ".".join((*prefix, str(name)))
         field = model.model_fields.get(name)
         if field is None:
-            raise ConfigError(f"{source.label}: unknown key `{dotted}`{_suggestion(dotted, str(name), model, prefix)}")
+            raise ConfigError(
+                f"{source.label}: unknown key `{dotted}`{_suggestion(dotted, str(name), model, prefix)}"
+            )
         section = _section(field)
         if section is None:
             continue
         if not isinstance(value, Mapping):
             inner = ", ".join(section.model_fields)
-            raise ConfigError(f"{source.label}: `{dotted}` is a section with the keys {inner}; it has no value itself")
+            raise ConfigError(
+                f"{source.label}: `{dotted}` is a section with the keys {inner}; it has no value itself"
+            )
         _check_keys(source, section, cast(Tree, value), (*prefix, name))
 
 
@@ -154,7 +192,11 @@ def _explain_one(detail: Tree, sources: Sequence[Source]) -> str:
     if detail["type"] == "missing":
         return f"{_labels(sources)}: `{dotted}` is required{description}"
     expected = EXPECTED.get(detail["type"])
-    wrong = f"expected {expected}" if expected else message.replace("Input should", "it must").replace("String", "it")
+    wrong = (
+        f"expected {expected}"
+        if expected
+        else message.replace("Input should", "it must").replace("String", "it")
+    )
     return f"{_origin(location, sources)}: `{dotted}` is {value!r}, but {wrong}{description}"
 
 

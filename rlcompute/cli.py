@@ -1,0 +1,142 @@
+"""The command line: `python -m rlcompute <command> …`, also installed as `rlcompute`.
+
+This module only parses and reports. Each command's work, and with it every slow import, is in `rlcompute.commands`.
+
+Exit codes: 0 done; 1 a run failed; 2 the user can fix it (arguments, configuration, data, checkpoints); 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlcompute import __version__, commands
+from rlcompute.errors import RlcomputeError
+
+OVERRIDES_HELP = "configuration overrides, for example grpo.iterations=50 reward.target_flops_saved=0.6"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; each sets `run` to the function that carries it out."""
+    parser = argparse.ArgumentParser(
+        prog="rlcompute", description="Train, evaluate and take home gates that make an embedder cheaper."
+    )
+    parser.add_argument("--version", action="version", version=f"rlcompute {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
+    _add_train(subparsers)
+    _add_evaluate(subparsers)
+    _add_export(subparsers)
+    _add_embed(subparsers)
+    _add_data(subparsers)
+    _add_doctor(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code.
+
+    A deliberate error becomes one message on standard error; with `RLCOMPUTE_DEBUG` set its traceback is shown.
+    """
+    arguments = build_parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        code: int = arguments.run(arguments)
+    except RlcomputeError as error:
+        if os.environ.get("RLCOMPUTE_DEBUG"):
+            raise
+        print(f"rlcompute {arguments.command}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    except KeyboardInterrupt:
+        print(f"rlcompute {arguments.command}: interrupted", file=sys.stderr)
+        return 130
+    return code
+
+
+Subparsers = argparse._SubParsersAction  # the type of add_subparsers() has no public name
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config", type=Path, required=True, help="YAML file; docs/configuration.md lists its keys"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help=OVERRIDES_HELP)
+
+
+def _add_train(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser("train", help="train gates by GRPO on Ray")
+    _add_config(parser)
+    parser.add_argument("--resume", action="store_true", help="continue the run from its latest checkpoint")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print configuration, batch table, placement and memory; run nothing",
+    )
+    parser.set_defaults(run=commands.train)
+
+
+def _add_evaluate(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser("evaluate", help="measure accuracy, compute and time on held-out pairs")
+    _add_config(parser)
+    parser.add_argument(
+        "--gates", type=Path, help="folder of gates (default: the run's export, else latest checkpoint)"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder for evaluation.json and pictures (default: the run folder)"
+    )
+    parser.set_defaults(run=commands.evaluate)
+
+
+def _add_export(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "export", help="write gates that load by themselves, from a training checkpoint"
+    )
+    _add_config(parser)
+    parser.add_argument("--step", type=int, help="checkpoint to export (default: the latest)")
+    parser.add_argument("--out", type=Path, help="folder to write (default: export/ in the run folder)")
+    parser.set_defaults(run=commands.export)
+
+
+def _add_embed(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser("embed", help="embed the inputs of a file with exported gates")
+    parser.add_argument("gates", type=Path, help="exported gates")
+    parser.add_argument(
+        "input", type=Path, help=".parquet of pairs, .jsonl of inputs, or .txt with one text a line"
+    )
+    parser.add_argument("output", type=Path, help=".npy, or .parquet with the columns id and embedding")
+    parser.add_argument(
+        "--side", choices=("query", "target"), default="query", help="side of a parquet's pairs"
+    )
+    parser.add_argument("--batch-size", type=int, default=32, help="inputs executed at once (default: 32)")
+    parser.set_defaults(run=commands.embed)
+
+
+def _add_data(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    data = subparsers.add_parser("data", help="compose the demo's pairs, or check a parquet file of your own")
+    kinds = data.add_subparsers(dest="kind", required=True, metavar="kind")
+    demo = kinds.add_parser("demo", help="compose image, video, document and text pairs")
+    demo.add_argument(
+        "--out", type=Path, default=Path("data/demo"), help="folder to write (default: data/demo)"
+    )
+    demo.add_argument("--train", type=int, default=600, help="training pairs of each task (default: 600)")
+    demo.add_argument("--test", type=int, default=500, help="held-out pairs of each task (default: 500)")
+    demo.add_argument(
+        "--final", type=int, default=0, help="pairs of each task in a second held-out pool (default: 0)"
+    )
+    demo.add_argument("--seed", type=int, default=0, help="seed; equal seeds give equal files (default: 0)")
+    demo.set_defaults(run=commands.data_demo)
+    check = kinds.add_parser("check", help="read a parquet file as training would and count what is in it")
+    check.add_argument("file", type=Path, help="parquet file of pairs")
+    check.add_argument(
+        "--on-bad-row", choices=("error", "skip"), default="error", help="stop at a bad row, or count it"
+    )
+    check.set_defaults(run=commands.data_check)
+
+
+def _add_doctor(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser("doctor", help="versions, hardware, kernel backends and what is missing")
+    parser.add_argument("--dir", type=Path, default=Path("runs"), help="folder for runs, to check its disk")
+    parser.set_defaults(run=commands.doctor)
