@@ -90,7 +90,7 @@ class CollapseMonitor:
         if set(state) != set(_ADVICE):
             raise CheckpointError(
                 f"collapse monitor state has keys {sorted(state)}, expected {sorted(_ADVICE)}: the "
-                "checkpoint was written by another version; start a new run, with policy.init_from set to its "
-                "exported gates"
+                "checkpoint was written by another version; start a new run, with policy.init_from set to "
+                "its exported gates"
             )
         self._counts = dict(state)

@@ -18,7 +18,8 @@ class Plant:
     """A stand-in for the policy: each task's saving drifts up where lambda exceeds its marginal cost.
 
     The drift is bounded, as Adam's steps are, so the plant integrates. ``fragility`` is how steeply a task
-    loses recall, 1 - fragility * saving^3; as in training, the reward's other terms do not see the difference.
+    loses recall, 1 - fragility * saving^3; as in training, the reward's other terms do not see the
+    difference.
     """
 
     fragility: dict[str, float]
