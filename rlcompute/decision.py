@@ -36,7 +36,7 @@ class Decision:
 
     Attributes:
         drop_T: bool, tokens removed here: no experts, shared or routed, in this layer and nothing in later ones.
-            None drops nothing. An ``<emb>`` token must not be dropped.
+            None drops nothing. ``<emb>`` tokens stay whatever it says.
         keep: bool, which routed experts run: [T] for all or none of a token's experts, [T,k] slot by slot.
             None runs all. Whatever it says of a dropped token is ignored.
         renormalize: divide the kept slots' weights by their sum (what lowering ``num_experts_per_tok`` does).

@@ -10,7 +10,7 @@ N layers, d hidden size, k selected experts, E experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -107,6 +107,8 @@ def _step(
     decided_S = pack.lengths_S
     routing = _LayerRouting(layer, x_Td)
     decision = policy.decide(index, x_Td, routing, pack)
+    if decision.drop_T is not None:
+        decision = replace(decision, drop_T=decision.drop_T & ~pack.is_emb_T())
 
     rows_R = _executing_rows(decision, x_Td)
     x_Rd, segments_R = x_Td[rows_R], pack.segment_ids_T[rows_R]
@@ -148,19 +150,12 @@ def encode(backbone: Backbone, hidden_Td: Tensor, pack: Pack, policy: Policy) ->
         backbone: the frozen model.
         hidden_Td: inputs of the first layer, [T,d], from :meth:`Backbone.pack`.
         pack: where the tokens belong.
-        policy: decides per layer; it must not drop an ``<emb>`` token.
-
-    Raises:
-        ValueError: the policy dropped an ``<emb>`` token (found at the end: a segment is empty).
+        policy: decides per layer; ``<emb>`` tokens stay whatever it says.
     """
     h_Td, steps = hidden_Td, []
     for index in range(backbone.num_layers):
         h_Td, pack, executed = _step(backbone, index, h_Td, pack, policy)
         steps.append(executed)
-    if h_Td.shape[0] != pack.num_segments:
-        raise ValueError(
-            f"the policy {type(policy).__name__} dropped {pack.num_segments - h_Td.shape[0]} <emb> tokens"
-        )
     normed = backbone.final_norm(h_Td)
     wide = torch.promote_types(normed.dtype, torch.float32)
     trace = Trace(
