@@ -36,17 +36,22 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
-def uniform(keys_T: Tensor, layer: int, token_index_T: Tensor, stream: int = 0) -> Tensor:
+def _signed(x: int) -> int:
+    """The low 64 bits of a Python integer as a signed number, as torch's int64 would wrap it."""
+    x &= (1 << 64) - 1
+    return x - (1 << 64) if x >> 63 else x
+
+
+def uniform(keys_T: Tensor, layer: int, token_index_T: Tensor) -> Tensor:
     """Uniform draws in [0, 1), float64 [T].
 
     Args:
         keys_T: int64, the rollout key of each token's segment.
         layer: index of the layer.
         token_index_T: int64, the token's place in its original input.
-        stream: tells independent draws for the same token apart.
     """
-    x_T = _mix(keys_T + (layer + 1) * _GOLDEN)
-    x_T = _mix(x_T ^ (token_index_T + (stream << 40)) * _GOLDEN)
+    x_T = _mix(keys_T + _signed((layer + 1) * _GOLDEN))
+    x_T = _mix(x_T ^ (token_index_T + 1) * _GOLDEN)
     return _shift_right(x_T, 11).double() * 2.0**-53
 
 
