@@ -8,10 +8,18 @@ from pathlib import Path
 import torch
 
 from rlcompute.backbones.base import Backbone
+from rlcompute.demo import CHECKPOINT
 from rlcompute.errors import CheckpointError
 from rlcompute.preprocess import DEFAULT_MAX_TOKENS, Preprocessor
 
 FAMILIES = ("qwen3_5_moe",)
+DEMO = "demo"
+"""Stands for the embedder that ships with the package wherever a backbone's path is asked for."""
+
+
+def resolve_path(path: str | Path) -> Path:
+    """The checkpoint folder that ``path`` means; :data:`DEMO` is the embedded one."""
+    return CHECKPOINT if str(path) == DEMO else Path(path)
 
 
 def checkpoint_family(path: str | Path) -> str:
@@ -20,7 +28,7 @@ def checkpoint_family(path: str | Path) -> str:
     Raises:
         CheckpointError: no such folder, no readable config.json, or a family that is not supported.
     """
-    folder = Path(path)
+    folder = resolve_path(path)
     if not folder.is_dir():
         raise CheckpointError(
             f"backbone.path: {folder} is not a folder. Give the local folder of a transformers checkpoint "
@@ -44,7 +52,7 @@ def load_backbone(path: str | Path, *, dtype: str = "float32", device: str = "cp
     """Load a frozen backbone from a local transformers checkpoint folder.
 
     Args:
-        path: the folder; nothing is downloaded.
+        path: the folder, or :data:`DEMO`; nothing is downloaded.
         dtype: a torch floating dtype by name.
         device: a torch device.
         max_tokens: longest text, in tokens.
@@ -58,7 +66,7 @@ def load_backbone(path: str | Path, *, dtype: str = "float32", device: str = "cp
 
     from rlcompute.backbones.qwen3_5_moe import Qwen35MoeBackbone
 
-    folder = Path(path)
+    folder = resolve_path(path)
     try:
         model, info = Qwen3_5MoeModel.from_pretrained(
             folder,
