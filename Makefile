@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONFIG := configs/quickstart.yaml
 RUN := runs/quickstart
+DEMO := data/demo
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart data train evaluate export test test-fast lint format docs demo-model
@@ -11,18 +12,32 @@ RUN := runs/quickstart
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
-$(BIN)/.installed: pyproject.toml constraints.txt
+setup: $(VENV)/.installed ## Create .venv with the exact versions of constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
 	touch $@
 
-setup: $(BIN)/.installed ## Create .venv with the exact versions of constraints.txt
-
 quickstart: export ## Set-up, data, training, evaluation and export on this machine
 
-data: data/demo/.complete
-data/demo/.complete: $(BIN)/.installed
-	$(BIN)/rlcompute data demo --out data/demo
+data: $(DEMO)/.composed ## Compose the demo's pairs
+$(DEMO)/.composed: | $(VENV)/.installed
+	$(BIN)/rlcompute data demo --out $(DEMO)
+	touch $@
+
+train: $(RUN)/.trained ## Train the quick start's gates; continues an interrupted run
+$(RUN)/.trained: $(DEMO)/.composed | $(VENV)/.installed
+	$(BIN)/rlcompute train --config $(CONFIG) $(if $(wildcard $(RUN)/checkpoints/latest),--resume)
+	touch $@
+
+evaluate: $(RUN)/.evaluated ## Measure the quick start's gates on held-out pairs
+$(RUN)/.evaluated: $(RUN)/.trained
+	$(BIN)/rlcompute evaluate --config $(CONFIG)
+	touch $@
+
+export: $(RUN)/.exported ## Write the quick start's gates with their model card
+$(RUN)/.exported: $(RUN)/.evaluated
+	$(BIN)/rlcompute export --config $(CONFIG)
 	touch $@
 
 test: setup ## Set-up and the whole test suite
@@ -42,3 +57,6 @@ format: setup ## Format the code
 
 docs: setup ## Regenerate the configuration reference
 	$(BIN)/python -c 'from rlcompute.config_loading import reference; print(reference(), end="")' > docs/configuration.md
+
+demo-model: setup ## Train the demo embedder again (about an hour on two cores)
+	$(BIN)/python -m rlcompute.demo.recipe --out rlcompute/demo/checkpoint

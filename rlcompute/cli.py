@@ -2,7 +2,7 @@
 
 This module only parses and reports. Each command's work, and with it every slow import, is in `rlcompute.commands`.
 
-Exit codes: 0 done; 1 a run failed; 2 the user can fix it (arguments, configuration, data, checkpoints); 130 interrupted.
+Exit codes: 0 done; 1 a run failed; 2 arguments, configuration, data or a checkpoint are wrong; 130 interrupted.
 """
 
 from __future__ import annotations

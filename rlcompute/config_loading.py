@@ -68,7 +68,8 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 
 def dump_yaml(config: Config) -> str:
     """The resolved configuration as YAML, every key spelled out; `load_config` reads it back unchanged."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return text
 
 
 def fields(model: type[BaseModel] = Config, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, FieldInfo]]:
@@ -86,8 +87,8 @@ def reference() -> str:
     lines = [
         "# Configuration reference",
         "",
-        "Generated from `rlcompute/config.py` by `make docs`. Values come from the defaults, then the file given by",
-        "`--config`, then `section.key=value` overrides on the command line. Paths are relative to the working directory.",
+        "Generated from `rlcompute/config.py` by `make docs`. Values come from the defaults, then the file given",
+        "by `--config`, then `section.key=value` overrides. Paths are relative to the working directory.",
     ]
     for name, field in Config.model_fields.items():
         section = _section(field)

@@ -1,0 +1,118 @@
+"""What each command does. Slow libraries are imported where they are needed, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterable
+
+from rlcompute.config_loading import dump_yaml, load_config
+
+Rows = Iterable[tuple[str, str]]
+
+
+def train(arguments: argparse.Namespace) -> int:
+    """Trains gates, or prints the plan of it."""
+    config = load_config(arguments.config, arguments.overrides)
+    if arguments.dry_run:
+        from rlcompute.plan import describe
+
+        sections = describe(config)
+        print(dump_yaml(config), end="")
+        for title, rows in sections:
+            print(f"\n{title}")
+            print_rows(rows)
+        return 0
+    from rlcompute.actors.train import run
+
+    folder = run(config, resume=arguments.resume)
+    print(f"trained gates and logs are in {folder}")
+    return 0
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    """Measures policies on held-out pairs."""
+    config = load_config(arguments.config, arguments.overrides)
+    from rlcompute import evaluation
+    from rlcompute.export import latest_checkpoint
+
+    gates = arguments.gates or latest_checkpoint(config.run.folder)
+    evaluation.run(config, gates, arguments.out or config.run.folder / "evaluation")
+    return 0
+
+
+def export(arguments: argparse.Namespace) -> int:
+    """Writes gates that load by themselves."""
+    config = load_config(arguments.config, arguments.overrides)
+    from rlcompute.export import export_gates
+
+    folder = export_gates(config, step=arguments.step, out=arguments.out)
+    print(f"exported gates to {folder}; load them with AdaptiveEmbedder.from_pretrained({str(folder)!r})")
+    return 0
+
+
+def embed(arguments: argparse.Namespace) -> int:
+    """Embeds the inputs of a file."""
+    from rlcompute.embed_file import check_output, read_inputs, write_embeddings
+    from rlcompute.embedder import AdaptiveEmbedder
+
+    check_output(arguments.output)
+    ids, sides = read_inputs(arguments.input, arguments.side)
+    embedder = AdaptiveEmbedder.from_pretrained(arguments.gates)
+    embeddings = embedder.encode(rows=sides, batch_size=arguments.batch_size)
+    write_embeddings(arguments.output, ids, embeddings)
+    print(f"wrote {embeddings.shape[0]} embeddings of {embeddings.shape[1]} dimensions to {arguments.output}")
+    return 0
+
+
+def data_demo(arguments: argparse.Namespace) -> int:
+    """Composes the demo's pairs."""
+    from rlcompute.demo.dataset import write_demo
+
+    write_demo(
+        arguments.out,
+        train_per_task=arguments.train,
+        test_per_task=arguments.test,
+        final_per_task=arguments.final,
+        seed=arguments.seed,
+    )
+    return 0
+
+
+def data_check(arguments: argparse.Namespace) -> int:
+    """Reads a parquet file as training would."""
+    from rlcompute.data import read_pairs
+
+    pairs = read_pairs(arguments.file, on_bad_row=arguments.on_bad_row)
+    print(f"{arguments.file}: {len(pairs.pairs)} usable pairs, {len(pairs.skipped)} bad rows")
+    for reason in pairs.skipped:
+        print(f"  skipped {reason}")
+    counts = Counter((pair.task, pair.modality) for pair in pairs.pairs)
+    targets = {(pair.task, pair.target_id) for pair in pairs.pairs}
+    print_rows(
+        (
+            f"task {task} ({modality})",
+            f"{count} pairs, {sum(name == task for name, _ in targets)} distinct targets",
+        )
+        for (task, modality), count in sorted(counts.items())
+    )
+    return 0
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Prints the machine's report; 1 if something is missing."""
+    from rlcompute.doctor import report
+
+    rows, problems = report(arguments.dir)
+    print_rows(rows)
+    for problem in problems:
+        print(f"problem: {problem}")
+    return 1 if problems else 0
+
+
+def print_rows(rows: Rows) -> None:
+    """Prints (what, value) pairs in two aligned columns."""
+    rows = list(rows)
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, value in rows:
+        print(f"  {name:<{width}}  {value}")

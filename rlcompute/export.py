@@ -1,0 +1,151 @@
+"""`rlcompute export`: from a training checkpoint to a folder of gates that loads by itself.
+
+The folder holds `gates.safetensors`, `gate_config.json`, which names the backbone and its hash, and `README.md`, a
+model card with the figures that `evaluate` measured for these very gates, if it has.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rlcompute.config import Config
+from rlcompute.errors import CheckpointError, ConfigError
+from rlcompute.policies.checkpoint import SavedGates, load_gates, save_gates
+from rlcompute.runlog import RunFolder
+
+CARD = "README.md"
+
+
+def latest_checkpoint(run_folder: Path) -> Path:
+    """The newest complete checkpoint of a run.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    complete = sorted(path.parent for path in RunFolder(run_folder).checkpoints.glob("step_*/COMPLETE"))
+    if not complete:
+        raise CheckpointError(f"no complete checkpoint in {RunFolder(run_folder).checkpoints}: train first")
+    return complete[-1]
+
+
+def checkpoint_at(run_folder: Path, step: int) -> Path:
+    """The checkpoint written after iteration `step`.
+
+    Raises:
+        CheckpointError: It does not exist or was not written completely; the message lists those that were.
+    """
+    checkpoints = RunFolder(run_folder).checkpoints
+    path = checkpoints / f"step_{step:06d}"
+    if not (path / "COMPLETE").is_file():
+        steps = [
+            int(done.parent.name.removeprefix("step_"))
+            for done in sorted(checkpoints.glob("step_*/COMPLETE"))
+        ]
+        raise CheckpointError(f"no complete checkpoint {path}; complete ones are at {steps or 'no step'}")
+    return path
+
+
+def export_gates(config: Config, *, step: int | None = None, out: Path | None = None) -> Path:
+    """Exports one checkpoint of a run.
+
+    Args:
+        config: Configuration of the run.
+        step: Checkpoint to take; the newest by default.
+        out: Folder to write, replaced if it holds an export already; `export/` in the run folder by default.
+
+    Returns:
+        The folder written.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or damaged.
+        ConfigError: `out` exists and is something else than an export.
+    """
+    run_folder = config.run.folder
+    checkpoint = latest_checkpoint(run_folder) if step is None else checkpoint_at(run_folder, step)
+    saved = load_gates(checkpoint)
+    out = RunFolder(run_folder).export if out is None else out
+    if out.exists() and any(out.iterdir()) and not (out / "gate_config.json").is_file():
+        raise ConfigError(f"--out {out} exists and is not an export: choose another folder")
+    temporary = out.with_name(out.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    save_gates(temporary, saved.heads, saved.backbone, saved.extra)
+    card = model_card(config, saved, checkpoint, _measured(run_folder, checkpoint))
+    (temporary / CARD).write_text(card, encoding="utf-8")
+    if out.exists():
+        shutil.rmtree(out)
+    temporary.rename(out)
+    return out
+
+
+def _measured(run_folder: Path, checkpoint: Path) -> dict[str, Any] | None:
+    """The run's evaluation if it measured the gates of `checkpoint`."""
+    path = run_folder / "evaluation" / "evaluation.json"
+    if not path.is_file():
+        return None
+    evaluation: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return evaluation if Path(str(evaluation.get("gates"))).name == checkpoint.name else None
+
+
+def model_card(config: Config, saved: SavedGates, checkpoint: Path, evaluation: dict[str, Any] | None) -> str:
+    """The README of an export in Markdown; `evaluation` is the content of `evaluation.json` or None."""
+    layers, _, features = saved.heads.weight_N3F.shape
+    lines = [
+        f"# Gates of run {config.run.name}",
+        "",
+        "Linear ROUTE / SKIP / DROP heads for a frozen mixture-of-experts embedder, trained by GRPO with rlcompute.",
+        "",
+        f"- Backbone: `{saved.backbone['path']}` ({saved.backbone['family']}), hash `{saved.backbone['hash']}`.",
+        "  Another backbone is refused.",
+        f"- Heads: {layers} layers, {features} features each, droppable tokens: {saved.heads.droppable}.",
+        f"- Checkpoint: `{checkpoint.name}`; target saving {config.reward.target_flops_saved:.0%} of the language "
+        "model's executed FLOPs, "
+        f"recall floor {config.reward.recall_floor:.0%} of the teacher's, seed {config.run.seed}.",
+        "",
+        "```python",
+        "from rlcompute.embedder import AdaptiveEmbedder",
+        "",
+        'embedder = AdaptiveEmbedder.from_pretrained("path/to/this/folder")',
+        'embeddings = embedder.encode(texts=["a red bicycle"])  # float32 [N, d], unit norm',
+        "```",
+        "",
+        "## Measured",
+        "",
+    ]
+    if evaluation is None:
+        lines.append("Not measured: run `rlcompute evaluate` on this checkpoint, then export again.")
+    else:
+        lines += _measured_lines(config, evaluation)
+    return "\n".join(lines) + "\n"
+
+
+def _measured_lines(config: Config, evaluation: dict[str, Any]) -> list[str]:
+    names = list(dict.fromkeys(name for row in evaluation["policies"] for name in row["modalities"]))
+    lines = [
+        f"On `{config.data.test}`, {config.evaluation.pairs_per_modality} held-out pairs of each modality in galleries "
+        f"of {config.evaluation.gallery}, greedy execution. Accuracy in points of 100; savings as a share of the full",
+        "forward, vision tower included (LM: of the language model alone); speed beside full compute in the same run.",
+        "",
+        "| policy | mean R@1 | against full (95 % interval) | "
+        + " | ".join(f"{name} R@1" for name in names)
+        + " | FLOPs saved | LM FLOPs saved | speed-up |",
+        "|---" * (6 + len(names)) + "|",
+    ]
+    return lines + [_measured_row(row, names) for row in evaluation["policies"]]
+
+
+def _measured_row(row: dict[str, Any], modalities: list[str]) -> str:
+    low, high = row["delta_vs_full"]["ci95"]
+    cells = [
+        row["name"],
+        f"{row['mean_recall_at_1']:.1f}",
+        f"{row['delta_vs_full']['mean']:+.2f} ({low:+.2f} … {high:+.2f})",
+        *(f"{row['modalities'][name]['recall_at_1']:.1f}" for name in modalities),
+        f"{row['flops']['executed_saved']:.1%}",
+        f"{row['flops']['lm_executed_saved']:.1%}",
+        f"{row['speedup']:.2f}x",
+    ]
+    return f"| {' | '.join(cells)} |"
