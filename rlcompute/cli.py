@@ -56,6 +56,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+def positive(text: str) -> int:
+    """An integer of at least 1."""
+    return _at_least(1, text)
+
+
+def not_negative(text: str) -> int:
+    """An integer of at least 0."""
+    return _at_least(0, text)
+
+
+def _at_least(minimum: int, text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = minimum - 1
+    if value < minimum:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
+    return value
+
+
 Subparsers = argparse._SubParsersAction  # the type of add_subparsers() has no public name
 
 
@@ -81,12 +101,8 @@ def _add_train(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
 def _add_evaluate(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("evaluate", help="measure accuracy, compute and time on held-out pairs")
     _add_config(parser)
-    parser.add_argument(
-        "--gates", type=Path, help="folder of gates (default: the run's export, else latest checkpoint)"
-    )
-    parser.add_argument(
-        "--out", type=Path, help="folder for evaluation.json and pictures (default: the run folder)"
-    )
+    parser.add_argument("--gates", type=Path, help="folder of gates (default: the run's latest checkpoint)")
+    parser.add_argument("--out", type=Path, help="folder to write (default: evaluation/ in the run folder)")
     parser.set_defaults(run=commands.evaluate)
 
 
@@ -95,7 +111,7 @@ def _add_export(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         "export", help="write gates that load by themselves, from a training checkpoint"
     )
     _add_config(parser)
-    parser.add_argument("--step", type=int, help="checkpoint to export (default: the latest)")
+    parser.add_argument("--step", type=positive, help="checkpoint to export (default: the latest)")
     parser.add_argument("--out", type=Path, help="folder to write (default: export/ in the run folder)")
     parser.set_defaults(run=commands.export)
 
@@ -110,7 +126,16 @@ def _add_embed(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--side", choices=("query", "target"), default="query", help="side of a parquet's pairs"
     )
-    parser.add_argument("--batch-size", type=int, default=32, help="inputs executed at once (default: 32)")
+    parser.add_argument(
+        "--batch-size", type=positive, default=32, help="inputs executed at once (default: 32)"
+    )
+    parser.add_argument(
+        "--backbone", type=Path, help="backbone's checkpoint (default: where the gates say it is)"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the backbone"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to compute")
     parser.set_defaults(run=commands.embed)
 
 
@@ -121,12 +146,19 @@ def _add_data(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     demo.add_argument(
         "--out", type=Path, default=Path("data/demo"), help="folder to write (default: data/demo)"
     )
-    demo.add_argument("--train", type=int, default=600, help="training pairs of each task (default: 600)")
-    demo.add_argument("--test", type=int, default=500, help="held-out pairs of each task (default: 500)")
     demo.add_argument(
-        "--final", type=int, default=0, help="pairs of each task in a second held-out pool (default: 0)"
+        "--train", type=positive, default=600, help="training pairs of each task (default: 600)"
     )
-    demo.add_argument("--seed", type=int, default=0, help="seed; equal seeds give equal files (default: 0)")
+    demo.add_argument("--test", type=positive, default=500, help="held-out pairs of each task (default: 500)")
+    demo.add_argument(
+        "--final",
+        type=not_negative,
+        default=0,
+        help="pairs of each task in a second held-out pool (default: 0)",
+    )
+    demo.add_argument(
+        "--seed", type=not_negative, default=0, help="seed; equal seeds give equal files (default: 0)"
+    )
     demo.set_defaults(run=commands.data_demo)
     check = kinds.add_parser("check", help="read a parquet file as training would and count what is in it")
     check.add_argument("file", type=Path, help="parquet file of pairs")

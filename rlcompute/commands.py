@@ -35,9 +35,12 @@ def evaluate(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     from rlcompute import evaluation
     from rlcompute.export import latest_checkpoint
+    from rlcompute.runlog import RunFolder
 
-    gates = arguments.gates or latest_checkpoint(config.run.folder)
-    evaluation.run(config, gates, arguments.out or config.run.folder / "evaluation")
+    gates = arguments.gates
+    if gates is None and "grpo" in config.evaluation.policies:
+        gates = latest_checkpoint(config.run.folder)
+    evaluation.run(config, gates, arguments.out or RunFolder(config.run.folder).evaluation)
     return 0
 
 
@@ -58,7 +61,9 @@ def embed(arguments: argparse.Namespace) -> int:
 
     check_output(arguments.output)
     ids, sides = read_inputs(arguments.input, arguments.side)
-    embedder = AdaptiveEmbedder.from_pretrained(arguments.gates)
+    embedder = AdaptiveEmbedder.from_pretrained(
+        arguments.gates, backbone=arguments.backbone, dtype=arguments.dtype, device=arguments.device
+    )
     embeddings = embedder.encode(rows=sides, batch_size=arguments.batch_size)
     write_embeddings(arguments.output, ids, embeddings)
     print(f"wrote {embeddings.shape[0]} embeddings of {embeddings.shape[1]} dimensions to {arguments.output}")

@@ -83,7 +83,7 @@ def export_gates(config: Config, *, step: int | None = None, out: Path | None = 
 
 def _measured(run_folder: Path, checkpoint: Path) -> dict[str, Any] | None:
     """The run's evaluation if it measured the gates of `checkpoint`."""
-    path = run_folder / "evaluation" / "evaluation.json"
+    path = RunFolder(run_folder).evaluation / "evaluation.json"
     if not path.is_file():
         return None
     evaluation: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

@@ -14,8 +14,9 @@ from typing import Any
 
 from safetensors import safe_open
 
-from rlcompute import demo, environment
-from rlcompute.config import DEMO_BACKBONE, Config
+from rlcompute import environment
+from rlcompute.backbones import checkpoint_family, resolve_path
+from rlcompute.config import Config
 from rlcompute.data import read_pairs
 from rlcompute.environment import GIB
 from rlcompute.errors import CheckpointError
@@ -44,10 +45,11 @@ def describe(config: Config) -> list[tuple[str, Rows]]:
     """The plan as titled tables of (what, value).
 
     Raises:
-        CheckpointError: The backbone's folder is missing or is not a transformers checkpoint.
+        CheckpointError: The backbone's folder is missing or not a transformers checkpoint of a supported family.
         DataError: The training file cannot be used.
     """
-    folder = backbone_folder(config)
+    folder = resolve_path(config.backbone.path)
+    checkpoint_family(folder)
     shape = read_shape(folder)
     tokens = sample_tokens(config, folder)
     return [
@@ -55,14 +57,6 @@ def describe(config: Config) -> list[tuple[str, Rows]]:
         ("placement", placement_rows(config)),
         ("memory (estimate)", memory_rows(config, shape, max(tokens))),
     ]
-
-
-def backbone_folder(config: Config) -> Path:
-    """Folder of the backbone's checkpoint; must hold a `config.json`."""
-    path = demo.CHECKPOINT if config.backbone.path == DEMO_BACKBONE else Path(config.backbone.path)
-    if not (path / "config.json").is_file():
-        raise CheckpointError(f"backbone.path: no transformers checkpoint (config.json) in {path}")
-    return path
 
 
 def read_shape(folder: Path) -> Shape:

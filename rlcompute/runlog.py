@@ -8,6 +8,7 @@
         logs/            logs of the processes
         failure.json     only after a failure
         checkpoints/     written by the trainer
+        evaluation/      written by `evaluate`
         export/          written by `export`
 
 An iteration is numbered from 1; a run that resumes from a checkpoint after iteration n continues with n + 1.
@@ -83,6 +84,11 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """Training checkpoints, `step_000100/` and `latest`."""
         return self.root / "checkpoints"
+
+    @property
+    def evaluation(self) -> Path:
+        """Measured accuracy, compute and time."""
+        return self.root / "evaluation"
 
     @property
     def export(self) -> Path:
@@ -229,7 +235,8 @@ class RunLog:
         """Removes what an earlier session left that never reached a checkpoint."""
         for path in (self.folder.metrics, self.folder.environment):
             path.unlink(missing_ok=True)
-        for path in (self.folder.tensorboard, self.folder.checkpoints, self.folder.export):
+        folder = self.folder
+        for path in (folder.tensorboard, folder.checkpoints, folder.evaluation, folder.export):
             if path.exists():
                 shutil.rmtree(path)
 
