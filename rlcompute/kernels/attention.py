@@ -70,7 +70,9 @@ def varlen_attention(
     """
     lengths_q, lengths_k = segment_lengths(cu_q), segment_lengths(cu_k)
     out_QHD = torch.zeros_like(q_QHD)
-    for bucket in length_buckets([n_k if n_q else 0 for n_q, n_k in zip(lengths_q, lengths_k, strict=True)]):
+    for bucket in length_buckets(
+        [n_k if n_q else 0 for n_q, n_k in zip(lengths_q, lengths_k, strict=True)], lambda longest: 64
+    ):
         segments = torch.tensor(bucket, device=cu_q.device)
         longest_q, longest_k = max(lengths_q[s] for s in bucket), lengths_k[bucket[0]]
         queries, keys = padded_rows(cu_q, segments, longest_q), padded_rows(cu_k, segments, longest_k)

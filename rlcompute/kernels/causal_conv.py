@@ -1,4 +1,4 @@
-"""Depthwise causal convolution with SiLU over packed segments (the short convolution of a Gated DeltaNet layer).
+"""Depthwise causal convolution with SiLU over packed segments (the short convolution of a Gated DeltaNet).
 
 Shape legend: T packed tokens, C channels, K taps, S segments, R rows near a segment's start.
 """

@@ -5,7 +5,7 @@ Shape legend: T packed tokens, S segments, N segments of one bucket, L the bucke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,8 @@ def segment_lengths(cu_seqlens: Tensor) -> list[int]:
     Args:
         cu_seqlens: int64 ``[S + 1]``, starts at 0, non-decreasing.
     """
-    return cu_seqlens.diff().tolist()
+    lengths: list[int] = cu_seqlens.diff().tolist()
+    return lengths
 
 
 def segment_ids(cu_seqlens: Tensor) -> Tensor:
@@ -39,11 +40,15 @@ def positions_in_segment(cu_seqlens: Tensor) -> Tensor:
     return torch.arange(len(starts_T), device=cu_seqlens.device) - starts_T
 
 
-def length_buckets(lengths: Sequence[int], max_ratio: float = MAX_PADDING_RATIO) -> list[list[int]]:
+def length_buckets(
+    lengths: Sequence[int], members_allowed: Callable[[int], int], max_ratio: float = MAX_PADDING_RATIO
+) -> list[list[int]]:
     """Group segments of similar length; empty segments belong to no bucket.
 
     Args:
         lengths: tokens of each segment.
+        members_allowed: given a bucket's longest length, how many segments it may hold (at least one is
+            put in whatever the answer). Kernels bound their temporaries to the cache with it.
         max_ratio: longest over shortest length allowed inside one bucket.
 
     Returns:
@@ -51,12 +56,14 @@ def length_buckets(lengths: Sequence[int], max_ratio: float = MAX_PADDING_RATIO)
     """
     order = sorted((s for s, n in enumerate(lengths) if n > 0), key=lengths.__getitem__, reverse=True)
     buckets: list[list[int]] = []
-    longest = 0
+    longest = room = 0
     for segment in order:
-        if not buckets or lengths[segment] * max_ratio < longest:
+        if room <= 0 or lengths[segment] * max_ratio < longest:
             buckets.append([])
             longest = lengths[segment]
+            room = members_allowed(longest)
         buckets[-1].append(segment)
+        room -= 1
     return buckets
 
 
