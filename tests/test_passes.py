@@ -1,0 +1,159 @@
+"""Measuring policies: against encoding one input at a time, and the random control at matched FLOPs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlcompute.backbones import load_backbone
+from rlcompute.backbones.base import Backbone
+from rlcompute.data.schema import Side
+from rlcompute.decision import Full
+from rlcompute.encoder import encode
+from rlcompute.flops import FlopModel
+from rlcompute.passes import TILE, Contender, InputFacts, Item, Measured, clock, measure, random_like
+from rlcompute.policies.baselines import RandomActions, UniformTopK
+from rlcompute.policies.draws import as_keys, rollout_key
+from rlcompute.policies.gates import Droppable
+from tests.pairs import png
+from tests.tiny import write_tiny_checkpoint
+
+FULL = Contender("full", lambda names: Full())
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory: pytest.TempPathFactory) -> Backbone:
+    return load_backbone(write_tiny_checkpoint(tmp_path_factory.mktemp("tiny")))
+
+
+def make_items(count: int, seed: int = 0) -> list[Item]:
+    rng = np.random.default_rng(seed)
+    sides = []
+    for row in range(count):
+        text = "words " * int(rng.integers(1, 9))
+        sides.append(Side(text=text) if row % 3 else Side(text=text, images=(png(rng, 48, 64),)))
+    return [Item(f"input {row}", side) for row, side in enumerate(sides)]
+
+
+def random_contender(skip: float, drop: float, droppable: Droppable, layers: int) -> Contender:
+    def make(names: list[str]) -> RandomActions:
+        keys = as_keys([rollout_key(9, 0, name, "reference", 0) for name in names])
+        return RandomActions(keys, skip=skip, drop=drop, droppable=droppable, num_layers=layers)
+
+    return Contender("reference", make)
+
+
+def test_packs_and_batches_do_not_change_what_is_measured(backbone: Backbone) -> None:
+    items = make_items(7)
+    contenders = [
+        FULL,
+        random_contender(0.3, 0.1, "all", backbone.num_layers),
+        Contender("uniform_topk", lambda names: UniformTopK(1, backbone.top_k)),
+    ]
+    facts, measured = measure(backbone, items, contenders, batch_size=3, label="test")
+    flops = FlopModel(backbone)
+    for row, item in enumerate(items):
+        embedded = backbone.embed_inputs([backbone.preprocessor(item.side)])
+        assert int(facts.lengths_S[row]) == embedded[0].length
+        assert float(facts.vision_flops_S[row]) == embedded[0].vision_flops
+        assert (int(facts.visual_S[row]) > 0) == (row % 3 == 0)
+        for contender in contenders:
+            alone = encode(backbone, *backbone.pack(embedded), contender.make([item.name]))
+            result = measured[contender.name]
+            np.testing.assert_allclose(
+                result.embeddings_Sd[row], alone.embeddings_Sd[0].numpy(), atol=2e-5, rtol=0
+            )
+            assert result.executed_S[row] == float(flops.executed(alone.trace))
+            assert result.logical_S[row] == float(flops.logical(alone.trace))
+    np.testing.assert_array_equal(measured["full"].executed_S, flops.full(facts.lengths_S).numpy())
+
+
+def test_hardware_flops_are_those_of_the_packs(backbone: Backbone) -> None:
+    items = make_items(5)
+    _, measured = measure(backbone, items, [FULL], batch_size=3, label="test")
+    flops = FlopModel(backbone)
+    expected = 0.0
+    for batch in (items[:3], items[3:]):
+        inputs = backbone.embed_inputs([backbone.preprocessor(item.side) for item in batch])
+        trace = encode(backbone, *backbone.pack(inputs), Full()).trace
+        expected += flops.hardware(trace, 0.0, TILE)
+    assert measured["full"].hardware_flops == expected
+    assert expected > measured["full"].executed_S.sum()
+
+
+@pytest.mark.parametrize(
+    ("skip", "drop", "droppable"),
+    [(0.4, 0.0, "all"), (0.0, 0.15, "all"), (0.3, 0.1, "all"), (0.2, 0.2, "visual"), (0.9, 0.05, "all")],
+)
+def test_random_spends_what_the_reference_spends(
+    backbone: Backbone, skip: float, drop: float, droppable: Droppable
+) -> None:
+    items = make_items(60)
+    reference = random_contender(skip, drop, droppable, backbone.num_layers)
+    facts, measured = measure(backbone, items, [reference], batch_size=30, label="test")
+    control = random_like(backbone, facts, measured["reference"], droppable, seed=1)
+    _, result = measure(backbone, items, [control], batch_size=30, label="test")
+    ratio = result["random"].executed_S.sum() / measured["reference"].executed_S.sum()
+    assert ratio == pytest.approx(1.0, abs=0.01)
+    # The mix is kept as well: about as many tokens reach the last layer.
+    alive = float(
+        result["random"].trace.entered_NS[-1].sum() / measured["reference"].trace.entered_NS[-1].sum()
+    )
+    assert alive == pytest.approx(1.0, abs=0.1)
+
+
+def test_random_matches_a_policy_that_is_not_random(backbone: Backbone) -> None:
+    """A reference that drops everything droppable in layer 1 and never skips: savings come early, all at
+    once."""
+    items = make_items(60)
+    facts, measured = measure(backbone, items, [FULL], batch_size=30, label="test")
+    full = measured["full"]
+    alone = full.trace.entered_NS.clone()
+    alone[2:] = 1
+    survived = full.trace.survived_NS.clone()
+    survived[1:] = 1
+    decided = torch.cat([alone[:-1], torch.ones_like(alone[-1:])])
+    trace = type(full.trace)(
+        alone, decided, survived, survived, survived * backbone.top_k, full.trace.expert_rows_NE
+    )
+    executed = FlopModel(backbone).executed(trace).numpy()
+    reference = Measured(full.embeddings_Sd, trace, executed, executed, 0.0)
+    control = random_like(backbone, facts, reference, "all", seed=1)
+    _, result = measure(backbone, items, [control], batch_size=30, label="test")
+    assert result["random"].executed_S.sum() / executed.sum() == pytest.approx(1.0, abs=0.02)
+    assert executed.sum() < 0.8 * full.executed_S.sum()
+
+
+def test_random_of_full_compute_is_full_compute(backbone: Backbone) -> None:
+    items = make_items(4)
+    facts, measured = measure(backbone, items, [FULL], batch_size=4, label="test")
+    control = random_like(backbone, facts, measured["full"], "all", seed=1)
+    _, result = measure(backbone, items, [control], batch_size=4, label="test")
+    np.testing.assert_array_equal(result["random"].executed_S, measured["full"].executed_S)
+
+
+def test_clock_times_every_policy_on_every_input(backbone: Backbone) -> None:
+    calls: dict[str, list[str]] = {"a": [], "b": []}
+
+    def counting(name: str) -> Contender:
+        def make(names: list[str]) -> Full:
+            calls[name].extend(names)
+            return Full()
+
+        return Contender(name, make)
+
+    items = make_items(3)
+    rates = clock(backbone, items, [counting("a"), counting("b")], batch_size=2)
+    assert set(rates) == {"a", "b"}
+    assert all(rate > 0 for rate in rates.values())
+    assert sorted(calls["a"]) == sorted(calls["b"])
+    assert len(calls["a"]) == 6 * len(items)
+
+
+def test_facts_hold_no_gradients_or_devices(backbone: Backbone, tmp_path: Path) -> None:
+    facts, _ = measure(backbone, make_items(2), [FULL], batch_size=2, label="test")
+    assert isinstance(facts, InputFacts)
+    assert facts.vision_flops_S.dtype == torch.float64
