@@ -60,7 +60,7 @@ def test_only_the_actors_import_ray(repository: Path) -> None:
 
 FORBIDDEN_BELOW = {
     "kernels": ("actors", "envs", "policies", "encoder", "backbones", "demo", "data"),
-    "backbones": ("actors", "envs", "policies", "encoder", "demo"),
+    "backbones": ("actors", "envs", "policies", "encoder"),
     "policies": ("actors", "envs", "demo"),
     "envs": ("actors", "policies", "encoder", "backbones", "kernels", "demo"),
 }
