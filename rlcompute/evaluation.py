@@ -75,6 +75,7 @@ def run(config: Config, gates: Path | None, out: Path) -> dict[str, Any]:
         check_backbone(saved, gates, backbone.hash, backbone.path)
     contenders, facts, measured = _measure_all(config, backbone, pairs, saved)
     outcome = Outcome(
+        gates=None if saved is None else str(gates),
         suite=_suite_name(config, pairs),
         backbone=f"{config.backbone.path} ({backbone.family}, {backbone.hash[:16]})",
         pairs=pairs,

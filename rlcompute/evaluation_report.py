@@ -31,6 +31,7 @@ class Outcome:
 
     Attributes:
         suite, backbone: what was evaluated, in words.
+        gates: folder of the gates of ``grpo``, or None.
         pairs: the pairs by modality, in the inputs' order.
         facts: of the inputs.
         measured: by policy name; ``full`` is always there.
@@ -41,6 +42,7 @@ class Outcome:
 
     suite: str
     backbone: str
+    gates: str | None
     pairs: dict[str, list[Pair]]
     facts: InputFacts
     measured: dict[str, Measured]
@@ -75,6 +77,7 @@ def report(outcome: Outcome, policies: Sequence[str]) -> dict[str, Any]:
     return {
         "suite": outcome.suite,
         "backbone": outcome.backbone,
+        "gates": outcome.gates,
         "policies": [_entry(outcome, name) for name in policies],
     }
 

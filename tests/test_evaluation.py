@@ -84,7 +84,8 @@ def by_name(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def test_the_file_has_exactly_the_documented_keys(folder: Path, result: dict[str, Any]) -> None:
     content = json.loads((folder / "out" / "evaluation.json").read_text())
     assert content == result
-    assert set(content) == {"suite", "backbone", "policies"}
+    assert set(content) == {"suite", "backbone", "gates", "policies"}
+    assert content["gates"] == str(folder / "gates")
     assert [entry["name"] for entry in content["policies"]] == ["full", "grpo", "random", "uniform_topk"]
     for entry in content["policies"]:
         assert set(entry) == {
