@@ -13,7 +13,7 @@ from typing import Any
 
 from rlcompute.config import Config
 from rlcompute.errors import CheckpointError, ConfigError
-from rlcompute.policies.checkpoint import SavedGates, load_gates, save_gates
+from rlcompute.policies.checkpoint import TENSORS, SavedGates, load_gates, save_gates
 from rlcompute.runlog import RunFolder
 
 CARD = "README.md"
@@ -87,7 +87,11 @@ def _measured(run_folder: Path, checkpoint: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     evaluation: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return evaluation if Path(str(evaluation.get("gates"))).name == checkpoint.name else None
+    if evaluation["gates"] is None:
+        return None
+    measured, exported = Path(evaluation["gates"]) / TENSORS, checkpoint / TENSORS
+    same = measured.is_file() and measured.read_bytes() == exported.read_bytes()
+    return evaluation if same else None
 
 
 def model_card(config: Config, saved: SavedGates, checkpoint: Path, evaluation: dict[str, Any] | None) -> str:
@@ -118,16 +122,16 @@ def model_card(config: Config, saved: SavedGates, checkpoint: Path, evaluation: 
     if evaluation is None:
         lines.append("Not measured: run `rlcompute evaluate` on this checkpoint, then export again.")
     else:
-        lines += _measured_lines(config, evaluation)
+        lines += _measured_lines(evaluation)
     return "\n".join(lines) + "\n"
 
 
-def _measured_lines(config: Config, evaluation: dict[str, Any]) -> list[str]:
+def _measured_lines(evaluation: dict[str, Any]) -> list[str]:
     names = list(dict.fromkeys(name for row in evaluation["policies"] for name in row["modalities"]))
     lines = [
-        f"On `{config.data.test}`, {config.evaluation.pairs_per_modality} held-out pairs of each modality in galleries "
-        f"of {config.evaluation.gallery}, greedy execution. Accuracy in points of 100; savings as a share of the full",
-        "forward, vision tower included (LM: of the language model alone); speed beside full compute in the same run.",
+        f"Held-out pairs of {evaluation['suite']}; greedy execution. Accuracy in points of 100; savings as shares of",
+        "the full forward, vision tower included (LM: of the language model alone); speed-up against full compute,",
+        "measured interleaved in the same run.",
         "",
         "| policy | mean R@1 | against full (95 % interval) | "
         + " | ".join(f"{name} R@1" for name in names)

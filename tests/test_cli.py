@@ -216,6 +216,38 @@ def test_export_takes_the_newest_complete_checkpoint(
     assert "not an export" in failing(capsys, "export", *config, "--out", workspace)
 
 
+def test_the_model_card_shows_what_was_measured_for_these_gates(
+    workspace: Path, backbone_folder: Path
+) -> None:
+    run = workspace / "runs" / "r"
+    steps = [
+        write_gates(run / "checkpoints" / f"step_00000{n}", backbone_folder, skip=n / 10) for n in (1, 2)
+    ]
+    for step in steps:
+        (step / "COMPLETE").touch()
+    entry = {
+        "name": "grpo",
+        "mean_recall_at_1": 81.25,
+        "delta_vs_full": {"mean": -0.5, "ci95": [-1.25, 0.25]},
+        "modalities": {"image": {"recall_at_1": 90.0}, "video": {"recall_at_1": 72.5}},
+        "flops": {"executed_saved": 0.262, "lm_executed_saved": 0.431},
+        "speedup": 1.3,
+    }
+    (run / "evaluation").mkdir()
+    (run / "evaluation" / "evaluation.json").write_text(
+        json.dumps({"suite": "the suite", "gates": str(steps[1]), "policies": [entry]})
+    )
+    config = ["--config", str(workspace / "config.yaml")]
+    assert main(["export", *config]) == 0
+    card = (run / "export" / "README.md").read_text()
+    assert "the suite" in card
+    assert "| grpo | 81.2 | -0.50 (-1.25 … +0.25) | 90.0 | 72.5 | 26.2% | 43.1% | 1.30x |" in card
+    assert main(["export", *config, "--step", "1"]) == 0
+    card = (run / "export" / "README.md").read_text()
+    assert "Not measured" in card
+    assert "the suite" not in card
+
+
 def test_embed_equals_the_library(workspace: Path, backbone_folder: Path) -> None:
     gates = write_gates(workspace / "gates", backbone_folder)
     (workspace / "picture.png").write_bytes(png(7))
