@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -152,3 +153,16 @@ def test_progress_prints_plain_lines_where_there_is_no_terminal() -> None:
     assert "0:00 left" in lines[-2]
     assert lines[-1] == "done"
     assert "\x1b" not in stream.getvalue()
+
+
+def test_every_metric_is_explained(repository: Path) -> None:
+    text = (repository / "docs" / "metrics.md").read_text()
+    groups = "actions|compute|controller|policy|progress|recall|reward|timing"
+    pattern = re.compile(rf'f?"((?:{groups})/[a-z_]+)')
+    files = [
+        *(repository / "rlcompute" / "actors").glob("*.py"),
+        repository / "rlcompute" / "envs" / "controller.py",
+    ]
+    names = {name for path in files for name in pattern.findall(path.read_text())}
+    assert {"reward/mean", "compute/lm_saved", "controller/lambda"} <= names
+    assert [name for name in sorted(names) if f"`{name}" not in text] == []
