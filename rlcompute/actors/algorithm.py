@@ -100,6 +100,9 @@ class GRPOConfig(AlgorithmConfig):  # type: ignore[misc]  # ray is not typed
             num_gpus_per_env_runner=1 if settings.backbone.device == "cuda" else 0,
             # The driver must not hold a backbone.
             create_local_env_runner=False,
+            # There is no state but the weights, which have a sync of their own.
+            merge_env_runner_states=False,
+            broadcast_env_runner_states=False,
         )
         config.learners(num_learners=0)
         config.fault_tolerance(

@@ -14,6 +14,14 @@ from rlcompute.config import Config
 from rlcompute.errors import ConfigError
 
 LOCALHOST = "127.0.0.1"
+CHATTY_LOGGERS = ("ray.rllib", "ray.tune", "ray._common.deprecation", "ray._private.authentication")
+"""Loggers that warn about RLlib's own deprecated calls and about options that are not used here."""
+
+
+def quieten_ray() -> None:
+    """Lets only errors of :data:`CHATTY_LOGGERS` through, in this process."""
+    for name in CHATTY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def head_address(config: Config) -> str | None:
@@ -48,6 +56,7 @@ def ray_session(config: Config) -> Iterator[None]:
     Raises:
         ConfigError: the given head does not answer, or the cluster is too small for the workers.
     """
+    quieten_ray()
     if ray.is_initialized():
         _check_size(config)
         yield

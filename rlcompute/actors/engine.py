@@ -139,7 +139,7 @@ class RolloutEngine:
             return None
         if request.ship_decisions:
             return _decisions(gates.records)
-        advantages_S = torch.from_numpy(request.advantages_2BG).flatten().to(self.backbone.device)
+        advantages_S = torch.tensor(request.advantages_2BG, device=self.backbone.device).flatten()
         return _numpy(gradient_from_statistic(gates.statistic_SN3F, advantages_S, gates.decisions_S))
 
     def overlay(self, side: Side, heads: GateHeads) -> Overlay:

@@ -230,7 +230,7 @@ class GRPOLearner(TorchLearner):  # type: ignore[misc]  # ray is not typed
 
 def _check_on_policy(log_probs_S: Tensor, behaviour_log_probs_S: Tensor) -> None:
     """Raises if the learner's policy is not the one that the workers sampled with."""
-    difference = float((log_probs_S - behaviour_log_probs_S).abs().max())
+    difference = float((log_probs_S.detach() - behaviour_log_probs_S).abs().max())
     if not difference <= MAX_LOG_PROB_DIFFERENCE:
         raise RlcomputeError(
             f"before the first update of a batch the learner's log-probabilities differ from the workers' by up to "

@@ -22,7 +22,9 @@ from ray.rllib.core import COMPONENT_RL_MODULE, DEFAULT_MODULE_ID
 from ray.rllib.env import INPUT_ENV_SPACES
 from ray.rllib.env.env_runner import EnvRunner
 from ray.rllib.utils.metrics import WEIGHTS_SEQ_NO
+from transformers.utils import logging as transformers_logging
 
+from rlcompute.actors.cluster import quieten_ray
 from rlcompute.actors.engine import RolloutEngine
 from rlcompute.actors.learner import GateModule
 from rlcompute.actors.messages import GradientRequest, MicroBatch, Reply
@@ -57,6 +59,8 @@ class RolloutWorker(EnvRunner):  # type: ignore[misc]  # ray is not typed
     """Runs rollouts of micro-batches and keeps their score statistics for the second phase."""
 
     def __init__(self, *, config: Any, **kwargs: Any) -> None:
+        quieten_ray()
+        transformers_logging.disable_progress_bar()
         super().__init__(config=config, **kwargs)
         # One thread: there is a worker for every core, and a sum's last bits must not depend on the machine.
         torch.set_num_threads(1)

@@ -221,8 +221,8 @@ class _Trainer:
             return inputs.initial
         normaliser = algorithm.calibrate(_calibration_pairs(inputs.pairs))
         return init_heads(
-            torch.from_numpy(normaliser.mean),
-            torch.from_numpy(normaliser.scale),
+            torch.tensor(normaliser.mean),
+            torch.tensor(normaliser.scale),
             skip=policy.init_skip,
             drop=policy.init_drop,
             late_skip_bias=policy.late_skip_bias,

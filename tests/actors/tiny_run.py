@@ -29,7 +29,9 @@ def make_pairs(per_task: int, seed: int = 0, prefix: str = "") -> list[Pair]:
         clip = Side(video=tuple(png(rng, 32, 32) for _ in range(3)))
         query = Side(instruction="find it", text=f"number {number} {'x' * int(rng.integers(0, 6))}")
         pairs.append(Pair(f"{prefix}v{number:02d}", "video", "video", f"{prefix}clip{number}", query, clip))
-        pairs.append(Pair(f"{prefix}i{number:02d}", "image", "image", f"{prefix}picture{number}", query, image))
+        pairs.append(
+            Pair(f"{prefix}i{number:02d}", "image", "image", f"{prefix}picture{number}", query, image)
+        )
     return pairs
 
 
@@ -56,7 +58,7 @@ def make_config(folder: Path, runs: Path, name: str, **sections: dict[str, Any])
             "checkpoint_every": 5,
         },
         "ray": {"num_workers": 1, "stage_timeout_s": 60.0},
-        "logging": {"images_every": 5, "overlay_inputs": 2},
+        "logging": {"images_every": 1000, "overlay_inputs": 0},
         "evaluation": {"pairs_per_modality": 2, "gallery": 2},
     }
     for section, keys in sections.items():
