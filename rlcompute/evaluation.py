@@ -33,7 +33,7 @@ from rlcompute.demo import CHECKPOINT
 from rlcompute.errors import ConfigError, DataError
 from rlcompute.evaluation_report import Outcome
 from rlcompute.metrics import gallery_ranks, pairs_used
-from rlcompute.passes import Contender, InputFacts, Item, Measured, clock, measure, random_like
+from rlcompute.passes import Contender, InputBatches, InputFacts, Item, Measured, clock, measure, random_like
 from rlcompute.plots import accuracy_against_compute, write_png
 from rlcompute.policies.baselines import UniformTopK
 from rlcompute.policies.checkpoint import SavedGates, check_backbone, load_gates
@@ -169,10 +169,11 @@ def _measure_all(
         half = UniformTopK(max(1, backbone.top_k // 2), backbone.top_k)
         contenders.append(Contender("uniform_topk", lambda names: half))
     items = _items([pair for group in pairs.values() for pair in group])
-    facts, measured = measure(backbone, items, contenders, settings.batch_size, "evaluating")
+    batches = InputBatches(backbone, items, settings.batch_size)
+    facts, measured = measure(backbone, batches, contenders, "evaluating")
     if saved is not None and "random" in settings.policies:
         random = random_like(backbone, facts, measured["grpo"], saved.heads.droppable, config.run.seed)
-        _, extra = measure(backbone, items, [random], settings.batch_size, "evaluating random")
+        _, extra = measure(backbone, batches, [random], "evaluating random")
         contenders.append(random)
         measured |= extra
         ratio = float(measured["random"].executed_S.sum() / measured["grpo"].executed_S.sum())

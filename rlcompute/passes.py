@@ -30,6 +30,8 @@ from rlcompute.trace import Trace
 
 TILE = 128
 """Rows of a grouped matrix product's tile, for the hardware figure (spec §6)."""
+KEPT_BYTES = 2**30
+"""Memory for embedded inputs that a second pass uses again; the rest is embedded again."""
 CLOCK_ROUNDS = 5
 """Timed rounds; each runs every policy on every batch, and the median over rounds counts."""
 
@@ -80,16 +82,44 @@ class Measured:
     hardware_flops: float
 
 
+class InputBatches:
+    """Inputs after token embedding and vision tower, in packs of a fixed size.
+
+    Iterating embeds them; what fits into :data:`KEPT_BYTES` is kept for the next pass.
+    """
+
+    def __init__(self, backbone: Backbone, items: Sequence[Item], batch_size: int) -> None:
+        self._backbone = backbone
+        self._batches = list(_batches(items, batch_size))
+        self._kept: dict[int, list[EmbeddedInput]] = {}
+        self._room = KEPT_BYTES
+
+    def __len__(self) -> int:
+        """Number of inputs."""
+        return sum(len(batch) for batch in self._batches)
+
+    def __iter__(self) -> Iterator[tuple[list[str], list[EmbeddedInput]]]:
+        """Names and embedded inputs of each pack."""
+        for number, batch in enumerate(self._batches):
+            inputs = self._kept.get(number)
+            if inputs is None:
+                inputs = self._backbone.embed_inputs(_model_inputs(self._backbone, batch))
+                size = sum(x.nbytes for x in inputs)
+                if size <= self._room:
+                    self._room -= size
+                    self._kept[number] = inputs
+            yield [item.name for item in batch], inputs
+
+
 def measure(
-    backbone: Backbone, items: Sequence[Item], contenders: Sequence[Contender], batch_size: int, label: str
+    backbone: Backbone, batches: InputBatches, contenders: Sequence[Contender], label: str
 ) -> tuple[InputFacts, dict[str, Measured]]:
     """Embeds all inputs under every policy; the vision tower runs once per input and is shared.
 
     Args:
         backbone: the frozen model.
-        items: the inputs.
+        batches: the inputs.
         contenders: the policies.
-        batch_size: inputs of one pack.
         label: shown with the progress.
 
     Returns:
@@ -101,20 +131,19 @@ def measure(
     hardware = dict.fromkeys(embeddings, 0.0)
     gate_flops = dict.fromkeys(embeddings, 0.0)
     facts = []
-    with ProgressReporter(label, len(items), unit="input") as progress:
-        for batch in _batches(items, batch_size):
-            inputs = backbone.embed_inputs(_model_inputs(backbone, batch))
+    with ProgressReporter(label, len(batches), unit="input") as progress:
+        for names, inputs in batches:
             facts.append(_facts(inputs))
             hidden_Td, pack = backbone.pack(inputs)
             for contender in contenders:
-                policy = contender.make([item.name for item in batch])
+                policy = contender.make(names)
                 encoded = encode(backbone, hidden_Td, pack, policy)
                 name = contender.name
                 gate_flops[name] = policy.gate_flops_per_token
                 embeddings[name].append(encoded.embeddings_Sd.cpu())
                 hardware[name] += flops.hardware(encoded.trace, policy.gate_flops_per_token, TILE)
                 traces[name].append(encoded.trace)
-            progress.advance(len(batch))
+            progress.advance(len(names))
     measured = {}
     for name in embeddings:
         trace = _joined(traces[name])

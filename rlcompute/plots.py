@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +79,7 @@ def accuracy_against_compute(points: Sequence[AccuracyPoint], title: str) -> Pic
     names = list(dict.fromkeys(point.policy for point in points))
     handles, _ = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(_wrapped(title, figure), fontsize=9)
     return _render(figure)
 
 
@@ -183,7 +184,7 @@ def dropped_patches(
     )
     bar.set_label("layer that dropped the patch (clear: survives)", fontsize=8)
     bar.ax.tick_params(labelsize=8, length=0)
-    figure.suptitle(title, fontsize=9)
+    figure.suptitle(_wrapped(title, figure), fontsize=9)
     return _render(figure)
 
 
@@ -225,6 +226,11 @@ def write_png(path: Path, picture: Picture) -> None:
 def _figure(width: float, height: float) -> Figure:
     """An empty figure of so many inches."""
     return Figure(figsize=(width, height), dpi=110, layout="constrained")
+
+
+def _wrapped(title: str, figure: Figure) -> str:
+    """A title in lines that fit the figure at nine points, some 13 characters an inch."""
+    return textwrap.fill(title, int(13 * figure.get_figwidth()))
 
 
 def _render(figure: Figure) -> Picture:

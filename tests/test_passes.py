@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
+from rlcompute import passes
 from rlcompute.backbones import load_backbone
 from rlcompute.backbones.base import Backbone
 from rlcompute.data.schema import Side
 from rlcompute.decision import Full
 from rlcompute.encoder import encode
 from rlcompute.flops import FlopModel
-from rlcompute.passes import TILE, Contender, InputFacts, Item, Measured, clock, measure, random_like
+from rlcompute.passes import TILE, Contender, InputBatches, Item, Measured, clock, measure, random_like
 from rlcompute.policies.baselines import RandomActions, UniformTopK
 from rlcompute.policies.draws import as_keys, rollout_key
 from rlcompute.policies.gates import Droppable
@@ -53,7 +52,7 @@ def test_packs_and_batches_do_not_change_what_is_measured(backbone: Backbone) ->
         random_contender(0.3, 0.1, "all", backbone.num_layers),
         Contender("uniform_topk", lambda names: UniformTopK(1, backbone.top_k)),
     ]
-    facts, measured = measure(backbone, items, contenders, batch_size=3, label="test")
+    facts, measured = measure(backbone, InputBatches(backbone, items, 3), contenders, label="test")
     flops = FlopModel(backbone)
     for row, item in enumerate(items):
         embedded = backbone.embed_inputs([backbone.preprocessor(item.side)])
@@ -73,7 +72,7 @@ def test_packs_and_batches_do_not_change_what_is_measured(backbone: Backbone) ->
 
 def test_hardware_flops_are_those_of_the_packs(backbone: Backbone) -> None:
     items = make_items(5)
-    _, measured = measure(backbone, items, [FULL], batch_size=3, label="test")
+    _, measured = measure(backbone, InputBatches(backbone, items, 3), [FULL], label="test")
     flops = FlopModel(backbone)
     expected = 0.0
     for batch in (items[:3], items[3:]):
@@ -93,9 +92,9 @@ def test_random_spends_what_the_reference_spends(
 ) -> None:
     items = make_items(60)
     reference = random_contender(skip, drop, droppable, backbone.num_layers)
-    facts, measured = measure(backbone, items, [reference], batch_size=30, label="test")
+    facts, measured = measure(backbone, InputBatches(backbone, items, 30), [reference], label="test")
     control = random_like(backbone, facts, measured["reference"], droppable, seed=1)
-    _, result = measure(backbone, items, [control], batch_size=30, label="test")
+    _, result = measure(backbone, InputBatches(backbone, items, 30), [control], label="test")
     ratio = result["random"].executed_S.sum() / measured["reference"].executed_S.sum()
     assert ratio == pytest.approx(1.0, abs=0.01)
     # The mix is kept as well: about as many tokens reach the last layer.
@@ -109,7 +108,7 @@ def test_random_matches_a_policy_that_is_not_random(backbone: Backbone) -> None:
     """A reference that drops everything droppable in layer 1 and never skips: savings come early, all at
     once."""
     items = make_items(60)
-    facts, measured = measure(backbone, items, [FULL], batch_size=30, label="test")
+    facts, measured = measure(backbone, InputBatches(backbone, items, 30), [FULL], label="test")
     full = measured["full"]
     alone = full.trace.entered_NS.clone()
     alone[2:] = 1
@@ -122,16 +121,16 @@ def test_random_matches_a_policy_that_is_not_random(backbone: Backbone) -> None:
     executed = FlopModel(backbone).executed(trace).numpy()
     reference = Measured(full.embeddings_Sd, trace, executed, executed, 0.0)
     control = random_like(backbone, facts, reference, "all", seed=1)
-    _, result = measure(backbone, items, [control], batch_size=30, label="test")
+    _, result = measure(backbone, InputBatches(backbone, items, 30), [control], label="test")
     assert result["random"].executed_S.sum() / executed.sum() == pytest.approx(1.0, abs=0.02)
     assert executed.sum() < 0.8 * full.executed_S.sum()
 
 
 def test_random_of_full_compute_is_full_compute(backbone: Backbone) -> None:
     items = make_items(4)
-    facts, measured = measure(backbone, items, [FULL], batch_size=4, label="test")
+    facts, measured = measure(backbone, InputBatches(backbone, items, 4), [FULL], label="test")
     control = random_like(backbone, facts, measured["full"], "all", seed=1)
-    _, result = measure(backbone, items, [control], batch_size=4, label="test")
+    _, result = measure(backbone, InputBatches(backbone, items, 4), [control], label="test")
     np.testing.assert_array_equal(result["random"].executed_S, measured["full"].executed_S)
 
 
@@ -153,7 +152,23 @@ def test_clock_times_every_policy_on_every_input(backbone: Backbone) -> None:
     assert len(calls["a"]) == 6 * len(items)
 
 
-def test_facts_hold_no_gradients_or_devices(backbone: Backbone, tmp_path: Path) -> None:
-    facts, _ = measure(backbone, make_items(2), [FULL], batch_size=2, label="test")
-    assert isinstance(facts, InputFacts)
-    assert facts.vision_flops_S.dtype == torch.float64
+@pytest.mark.parametrize("kept_bytes", [0, 20_000, 2**30])
+def test_a_second_pass_sees_the_same_inputs(
+    backbone: Backbone, monkeypatch: pytest.MonkeyPatch, kept_bytes: int
+) -> None:
+    monkeypatch.setattr(passes, "KEPT_BYTES", kept_bytes)
+    embedded = []
+    monkeypatch.setattr(
+        backbone,
+        "embed_inputs",
+        lambda inputs, embed=backbone.embed_inputs: embedded.append(1) or embed(inputs),
+    )
+    batches = InputBatches(backbone, make_items(6), 2)
+    assert len(batches) == 6
+    first, second = list(batches), list(batches)
+    assert [names for names, _ in first] == [names for names, _ in second]
+    for (_, before), (_, after) in zip(first, second, strict=True):
+        assert all(torch.equal(a.hidden_Ld, b.hidden_Ld) for a, b in zip(before, after, strict=True))
+    assert len(embedded) == {0: 6, 2**30: 3}.get(kept_bytes, len(embedded))
+    if kept_bytes == 20_000:
+        assert 3 < len(embedded) < 6
