@@ -1,6 +1,6 @@
 """Depthwise causal convolution with SiLU over packed segments (the short convolution of a Gated DeltaNet).
 
-Shape legend: T packed tokens, C channels, K taps, S segments, R rows near a segment's start.
+Shape legend: T packed tokens, C channels, K taps, S segments, B rows of one block.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ from torch import Tensor
 from rlcompute.kernels.registry import register, runs_anywhere
 from rlcompute.kernels.segments import positions_in_segment
 
+# Elements of one block of rows: input and output blocks together stay in the L2 cache while K taps pass over.
+BLOCK_ELEMENTS = 65_536
+MIN_BLOCK_ROWS = 16
+
 
 def naive_causal_conv_silu(
     x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, cu_seqlens: Tensor
@@ -22,7 +26,7 @@ def naive_causal_conv_silu(
     for s in range(len(cu_seqlens) - 1):
         start = int(cu_seqlens[s])
         for t in range(start, int(cu_seqlens[s + 1])):
-            acc_C = torch.zeros_like(x_TC[t]) if bias_C is None else bias_C.to(x_TC.dtype).clone()
+            acc_C = torch.zeros_like(x_TC[t]) if bias_C is None else bias_C.to(x_TC.dtype)
             for back in range(min(taps, t - start + 1)):
                 acc_C = acc_C + x_TC[t - back] * weight_CK[:, taps - 1 - back]
             out_TC[t] = F.silu(acc_C)
@@ -42,18 +46,65 @@ def causal_conv_silu(x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, cu_
         ``[T, C]`` in the dtype of ``x_TC``.
     """
     dtype = torch.promote_types(x_TC.dtype, torch.float32)
-    x, weight = x_TC.to(dtype), weight_CK.to(dtype)
-    taps = weight.shape[1]
-    position_T = positions_in_segment(cu_seqlens)
-    out = x * weight[:, -1]
-    for back in range(1, taps):
+    taps_KC = weight_CK.t().to(dtype).contiguous()
+    bias = None if bias_C is None else bias_C.to(dtype)
+    recorded = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (x_TC, weight_CK, bias_C)
+    )
+    if recorded:
+        return _masked_taps(x_TC, taps_KC, bias, cu_seqlens)
+    return _blocked_taps(x_TC, taps_KC, bias, cu_seqlens)
+
+
+def _masked_taps(x_TC: Tensor, taps_KC: Tensor, bias_C: Tensor | None, cu_seqlens: Tensor) -> Tensor:
+    """Whole-stream shifts with a mask where a tap would cross a boundary: nothing in place, for autograd."""
+    x = x_TC.to(taps_KC.dtype)
+    position_T1 = positions_in_segment(cu_seqlens)[:, None]
+    out = x * taps_KC[-1]
+    for back in range(1, len(taps_KC)):
         shifted = F.pad(x, (0, 0, back, 0))[: len(x)]
-        out = torch.addcmul(
-            out, shifted.masked_fill((position_T < back)[:, None], 0.0), weight[:, taps - 1 - back]
-        )
-    if bias_C is not None:
-        out = out + bias_C.to(dtype)
-    return F.silu(out).to(x_TC.dtype)
+        out = out + shifted.masked_fill(position_T1 < back, 0.0) * taps_KC[-1 - back]
+    return F.silu(out if bias_C is None else out + bias_C).to(x_TC.dtype)
+
+
+def _blocked_taps(x_TC: Tensor, taps_KC: Tensor, bias_C: Tensor | None, cu_seqlens: Tensor) -> Tensor:
+    """Shifts without a mask over blocks of rows in the cache, then the first K-1 rows of each segment again.
+
+    A quarter of the time of the masked form, and of a depthwise ``conv2d`` over channels-last memory: both
+    pass over the whole stream once a tap.
+    """
+    out_TC = torch.empty_like(x_TC, memory_format=torch.contiguous_format)
+    rows = max(MIN_BLOCK_ROWS, BLOCK_ELEMENTS // max(x_TC.shape[1], 1))
+    reach = len(taps_KC) - 1
+    for start in range(0, len(x_TC), rows):
+        stop = min(len(x_TC), start + rows)
+        first = max(0, start - reach)
+        x = x_TC[first:stop].to(taps_KC.dtype)
+        acc_BC = x[start - first :] * taps_KC[-1]
+        for back in range(1, reach + 1):
+            skip = max(0, back - start)
+            source = x[start - first + skip - back : len(x) - back]
+            acc_BC[skip:].addcmul_(source, taps_KC[-1 - back])
+        if bias_C is not None:
+            acc_BC += bias_C
+        out_TC[start:stop] = F.silu(acc_BC, inplace=True)
+    _redo_segment_starts(out_TC, x_TC, taps_KC, bias_C, cu_seqlens)
+    return out_TC
+
+
+def _redo_segment_starts(
+    out_TC: Tensor, x_TC: Tensor, taps_KC: Tensor, bias_C: Tensor | None, cu_seqlens: Tensor
+) -> None:
+    """Overwrite the rows whose taps reached into the segment before."""
+    starts_S, lengths_S = cu_seqlens[:-1], cu_seqlens.diff()
+    for position in range(len(taps_KC) - 1):
+        rows = starts_S[lengths_S > position] + position
+        acc = x_TC[rows].to(taps_KC.dtype) * taps_KC[-1]
+        for back in range(1, position + 1):
+            acc.addcmul_(x_TC[rows - back].to(taps_KC.dtype), taps_KC[-1 - back])
+        if bias_C is not None:
+            acc += bias_C
+        out_TC[rows] = F.silu(acc, inplace=True).to(out_TC.dtype)
 
 
 register("causal_conv", "torch", causal_conv_silu, probe=runs_anywhere)

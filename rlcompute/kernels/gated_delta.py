@@ -27,7 +27,7 @@ NORM_EPS = 1e-6
 # Longest chunk. Arithmetic grows with the chunk, dispatch and state traffic shrink; 96 to 128 was fastest for
 # head widths 32 and 128, 64 up to a quarter slower.
 CHUNK = 128
-# Elements of a block's pairwise matrices (heads x segments x chunk^2): a few of them must stay in the L2 cache.
+# Elements of a block's pairwise matrices (heads x segments x chunk^2): a few of them must fit in the L2 cache.
 BLOCK_ELEMENTS = 400_000
 # Decays below 2 ** -87 (1e-26) count as zero. They cannot change a float32 result, but products with them
 # would be denormal, which makes the triangular solve on a CPU ten times slower.
