@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from rlcompute.config_loading import dump_yaml, load_config
+from rlcompute.errors import ConfigError
 
 Rows = Iterable[tuple[str, str]]
 
@@ -72,15 +73,21 @@ def embed(arguments: argparse.Namespace) -> int:
 
 def data_demo(arguments: argparse.Namespace) -> int:
     """Composes the demo's pairs."""
+    from rlcompute.environment import DEMO_PACKAGES, package_versions
+
+    missing = [name for name, version in package_versions(DEMO_PACKAGES).items() if version is None]
+    if missing:
+        raise ConfigError(f"the demo is composed from {', '.join(missing)}: pip install 'rlcompute[demo]'")
     from rlcompute.demo.dataset import write_demo
 
-    write_demo(
+    files = write_demo(
         arguments.out,
         train_per_task=arguments.train,
         test_per_task=arguments.test,
         final_per_task=arguments.final,
         seed=arguments.seed,
     )
+    print("\n".join(f"wrote {path}" for path in files.values()))
     return 0
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
+from rlcompute import environment
 from rlcompute.backbones import load_backbone
 from rlcompute.cli import main
 from rlcompute.data import Pair, Side, write_pairs
@@ -329,6 +330,24 @@ def test_data_check_counts(workspace: Path, capsys: pytest.CaptureFixture[str]) 
     assert "skipped p1" in out
     assert "3 pairs, 2 distinct targets" in out
     assert "id 'p1'" in failing(capsys, "data", "check", workspace / "mine.parquet")
+
+
+def test_data_demo_writes_files_that_training_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "demo"
+    assert main(["data", "demo", "--out", str(out), "--train", "2", "--test", "1"]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"wrote {out}/train.parquet", f"wrote {out}/test.parquet"]
+    assert main(["data", "check", str(out / "train.parquet")]) == 0
+    assert "8 usable pairs, 0 bad rows" in capsys.readouterr().out
+
+
+def test_data_demo_says_which_packages_are_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "package_versions", lambda names: dict.fromkeys(names))
+    assert "pip install 'rlcompute[demo]'" in failing(capsys, "data", "demo", "--out", tmp_path / "demo")
+    assert not (tmp_path / "demo").exists()
 
 
 def test_doctor_reports_versions_hardware_and_kernels(
