@@ -40,7 +40,9 @@ def ragged_experts(
     gate_up_E2Fd: Tensor,
     down_EdF: Tensor,
 ) -> Tensor:
-    """``out[t] = sum_j keep[t, j] * weights[t, j] * FFN_{expert_ids[t, j]}(x[t])``, executing kept pairs only.
+    """``out[t] = sum_j keep[t, j] * weights[t, j] * FFN_{ids[t, j]}(x[t])``, executing kept pairs only.
+
+    ``FFN_e(x) = down_e (silu(gate_e x) * up_e x)``.
 
     Args:
         x_Td: ``[T, d]``.
@@ -54,18 +56,22 @@ def ragged_experts(
         ``[T, d]`` in the dtype of ``x_Td``; zeros for a token without executed experts.
     """
     plan = plan_routing(expert_ids_Tk, keep_Tk, len(gate_up_E2Fd))
+    width = down_EdF.shape[2]
+    # Half precision accumulates a token's experts in float32.
     dtype = torch.promote_types(x_Td.dtype, torch.float32)
-    out = torch.zeros(x_Td.shape, dtype=dtype, device=x_Td.device)
-    start = 0
-    for e, count in enumerate(plan.counts.tolist()):
+    out_Td = torch.zeros(x_Td.shape, dtype=dtype, device=x_Td.device)
+    # One pair of products an expert, added straight into the result: a quarter faster than grouped_mm on CPU
+    # (a loop of the same products, around whole-stream copies) or than summing over a [T, k, d] buffer.
+    stop = 0
+    for expert, count in enumerate(plan.counts.tolist()):
+        start, stop = stop, stop + count
         if count:
-            rows, slots = plan.token_rows[start : start + count], plan.slots[start : start + count]
-            gate_up = F.linear(x_Td[rows], gate_up_E2Fd[e])
-            gate, up = gate_up.chunk(2, dim=-1)
-            y = F.linear(F.silu(gate) * up, down_EdF[e])
-            out.index_add_(0, rows, y.to(dtype) * weights_Tk[rows, slots, None].to(dtype))
-        start += count
-    return out.to(x_Td.dtype)
+            rows, slots = plan.token_rows[start:stop], plan.slots[start:stop]
+            gate_up = F.linear(x_Td.index_select(0, rows), gate_up_E2Fd[expert])
+            inner = F.silu(gate_up[:, :width]).mul_(gate_up[:, width:])
+            y = F.linear(inner, down_EdF[expert]).to(dtype)
+            out_Td.index_add_(0, rows, y.mul_(weights_Tk[rows, slots].to(dtype).unsqueeze(1)))
+    return out_Td.to(x_Td.dtype)
 
 
 register("experts", "torch", ragged_experts, probe=runs_anywhere)
