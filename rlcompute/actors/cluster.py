@@ -14,6 +14,9 @@ from rlcompute.config import Config
 from rlcompute.errors import ConfigError
 
 LOCALHOST = "127.0.0.1"
+PRIVATE_SYSTEM_CONFIG = {"worker_niceness": 0}
+"""On a machine of its own a run's workers are the main job. Ray's default niceness of 15 is for nodes whose raylet must
+stay responsive to others, and lets any other load on the machine starve them."""
 CHATTY_LOGGERS = ("ray.rllib", "ray.tune", "ray._common.deprecation", "ray._private.authentication")
 """Loggers that warn about RLlib's own deprecated calls and about options that are not used here."""
 
@@ -82,6 +85,7 @@ def _start_private(config: Config) -> None:
         dashboard_port=config.ray.dashboard_port if config.ray.dashboard else None,
         _node_ip_address=LOCALHOST,
         logging_level=logging.WARNING,
+        _system_config=PRIVATE_SYSTEM_CONFIG,
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import ray
 
+from rlcompute.actors.cluster import PRIVATE_SYSTEM_CONFIG
 from rlcompute.actors.engine import RolloutEngine
 from rlcompute.backbones import load_backbone
 from rlcompute.backbones.base import Backbone
@@ -42,6 +43,7 @@ def cluster() -> Iterator[None]:
         include_dashboard=False,
         _node_ip_address="127.0.0.1",
         logging_level=logging.WARNING,
+        _system_config=PRIVATE_SYSTEM_CONFIG,
     )
     yield
     ray.shutdown()
