@@ -39,7 +39,9 @@ def segment_score_statistic(residual_TA: Tensor, features_TF: Tensor, cu_seqlens
     dtype = torch.promote_types(residual_TA.dtype, torch.float32)
     residual_AT, features_TF = residual_TA.to(dtype).t().contiguous(), features_TF.to(dtype)
     lengths = segment_lengths(cu_seqlens)
-    out_SAF = torch.empty(len(lengths), residual_TA.shape[1], features_TF.shape[1], dtype=dtype, device=features_TF.device)
+    out_SAF = torch.empty(
+        len(lengths), residual_TA.shape[1], features_TF.shape[1], dtype=dtype, device=features_TF.device
+    )
     parts = zip(residual_AT.split(lengths, dim=1), features_TF.split(lengths), out_SAF.unbind(0), strict=True)
     for residual, features, out in parts:
         torch.mm(residual, features, out=out)

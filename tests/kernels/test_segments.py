@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlcompute.kernels.segments import (
+    length_buckets,
+    padded_rows,
+    positions_in_segment,
+    segment_ids,
+    unpadding_index,
+)
+from tests.kernels.packs import offsets, short_packs
+
+
+@given(lengths=short_packs)
+@settings(max_examples=40, deadline=None)
+def test_ids_and_positions(lengths):
+    assert segment_ids(offsets(lengths)).tolist() == [s for s, n in enumerate(lengths) for _ in range(n)]
+    assert positions_in_segment(offsets(lengths)).tolist() == [i for n in lengths for i in range(n)]
+
+
+@given(lengths=st.lists(st.integers(0, 200), max_size=30), room=st.integers(0, 5), ratio=st.floats(1.0, 2.0))
+@settings(max_examples=80, deadline=None)
+def test_buckets_hold_every_segment_once_within_their_bounds(lengths, room, ratio):
+    buckets = length_buckets(lengths, lambda longest: room, ratio)
+    members = sorted(segment for bucket in buckets for segment in bucket)
+    assert members == [s for s, n in enumerate(lengths) if n]
+    for bucket in buckets:
+        assert len(bucket) <= max(1, room)
+        assert lengths[bucket[0]] == max(lengths[s] for s in bucket)
+        assert lengths[bucket[0]] <= ratio * min(lengths[s] for s in bucket)
+
+
+@given(lengths=short_packs)
+@settings(max_examples=40, deadline=None)
+def test_padding_and_unpadding_give_the_stream_back(lengths):
+    cu = offsets(lengths)
+    buckets = length_buckets(lengths, lambda longest: 3)
+    padded = [lengths[bucket[0]] + 1 for bucket in buckets]
+    laid_out = [
+        padded_rows(cu, torch.tensor(b), n).rows_NL.flatten() for b, n in zip(buckets, padded, strict=True)
+    ]
+    rows = torch.cat([torch.zeros(0, dtype=torch.int64), *laid_out])
+    assert rows[unpadding_index(cu, buckets, padded)].tolist() == list(range(sum(lengths)))
+
+
+def test_padding_repeats_the_segments_own_last_row():
+    rows = padded_rows(offsets((2, 3)), torch.tensor([1, 0]), 4).rows_NL
+    assert rows.tolist() == [[2, 3, 4, 4], [0, 1, 1, 1]]
