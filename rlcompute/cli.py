@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     A deliberate error becomes one message on standard error; with `RLCOMPUTE_DEBUG` set its traceback is shown.
     """
     arguments = build_parser().parse_args(argv)
+    # Our own progress says what matters; transformers' bar for each loaded file only breaks up logs.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     try:
         code: int = arguments.run(arguments)
