@@ -174,6 +174,12 @@ class GRPO(Algorithm):  # type: ignore[misc]  # ray is not typed
         self.completed = 0
         self._updates = 0
 
+    def cleanup(self) -> None:
+        """Ends the workers without asking: one that hangs would not answer, and they have nothing to release."""
+        if self.env_runner_group is not None:
+            self.env_runner_group.reset([])
+        super().cleanup()
+
     def start(self) -> str:
         """Loads the backbone on every worker and returns its hash.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from rlcompute.actors import train
 from rlcompute.actors.dispatch import WorkerPool
@@ -167,14 +169,16 @@ def test_several_updates_per_batch_train(inputs: Path, runs: Path) -> None:
 
 
 def test_a_worker_exception_ends_the_run_with_its_traceback(inputs: Path, runs: Path, tmp_path: Path) -> None:
-    """The weights' header is whole, so the fault shows only when a worker loads them."""
+    """A weight is missing, which shows only when a worker loads the checkpoint."""
     checkpoint = tmp_path / "checkpoint"
-    checkpoint.mkdir()
-    for path in (inputs / "checkpoint").iterdir():
-        content = path.read_bytes()
-        (checkpoint / path.name).write_bytes(content[:-1000] if path.suffix == ".safetensors" else content)
+    shutil.copytree(inputs / "checkpoint", checkpoint)
+    tensors = load_file(checkpoint / "model.safetensors")
+    del tensors["language_model.norm.weight"]
+    save_file(tensors, checkpoint / "model.safetensors")
     config = make_config(inputs, runs, "broken", backbone={"path": str(checkpoint)})
-    with pytest.raises(WorkerError, match=r"(?s)stage 'load backbone': rollout worker 1 .*Traceback"):
+    with pytest.raises(
+        WorkerError, match=r"(?s)stage 'load backbone': rollout worker 1 .*Traceback.*weights are missing"
+    ):
         train.run(config, resume=False)
     failure = json.loads((config.run.folder / "failure.json").read_text())
     assert failure["stage"] == "load backbone"

@@ -1,0 +1,107 @@
+"""`ray job submit` to a running head, from the working directory, with the package not installed."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+START_TIMEOUT_S = 120
+JOB_TIMEOUT_S = 300
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Head:
+    """A Ray head in processes of its own; ``environment`` is what its clients need."""
+
+    dashboard: str
+    environment: dict[str, str]
+
+
+def ray_command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "ray.scripts.scripts", *arguments]
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Iterator[Head]:
+    """Started in the foreground (``--block``), so that stopping it touches no other Ray on the machine."""
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef0123456789abcdef")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    environment |= {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_worker_niceness": "0",
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]]),
+    }
+    port = free_port()
+    command = ray_command("start", "--head", "--block", "--num-cpus=2", "--node-ip-address=127.0.0.1")
+    with tempfile.TemporaryDirectory(prefix="ray") as session, (tmp_path / "head.log").open("w") as log:
+        process = subprocess.Popen(
+            [
+                *command,
+                f"--port={free_port()}",
+                f"--dashboard-port={port}",
+                # Unix sockets live below it, so its path must be short.
+                f"--temp-dir={session}",
+            ],
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            wait_for_port(port, process)
+            yield Head(f"http://127.0.0.1:{port}", environment)
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.5)
+    raise TimeoutError("the Ray head did not come up")
+
+
+def test_smoke_run_as_a_submitted_job(head: Head, inputs: Path, tmp_path: Path, repository: Path) -> None:
+    overrides = [
+        f"run.dir={tmp_path / 'runs'}",
+        f"data.train={inputs / 'train.parquet'}",
+        f"data.test={inputs / 'test.parquet'}",
+        f"backbone.path={inputs / 'checkpoint'}",
+    ]
+    submitted = subprocess.run(
+        [
+            *ray_command("job", "submit", f"--address={head.dashboard}", "--working-dir=."),
+            "--runtime-env=configs/runtime_env.yaml",
+            *("--", "python", "-m", "rlcompute", "train", "--config", "configs/smoke.yaml", *overrides),
+        ],
+        cwd=repository,
+        env=head.environment,
+        capture_output=True,
+        text=True,
+        timeout=JOB_TIMEOUT_S,
+    )
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    assert "training 3/3" in submitted.stdout
+    assert (tmp_path / "runs" / "smoke" / "export" / "gates.safetensors").is_file()
