@@ -62,7 +62,11 @@ class Preprocessor:
     """
 
     def __init__(
-        self, tokenizer: Any, image_processor: Qwen2VLImageProcessorPil, *, max_tokens: int = DEFAULT_MAX_TOKENS
+        self,
+        tokenizer: Any,
+        image_processor: Qwen2VLImageProcessorPil,
+        *,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> None:
         self.tokenizer = tokenizer
         self.image_processor = image_processor
@@ -74,7 +78,9 @@ class Preprocessor:
         self._vision_end = self._special(vocabulary, "<|vision_end|>")
         emb = vocabulary.get(EMB_TOKEN, tokenizer.eos_token_id)
         if emb is None:
-            raise CheckpointError(f"the tokenizer has neither {EMB_TOKEN} nor an end-of-sequence token to embed with")
+            raise CheckpointError(
+                f"the tokenizer has neither {EMB_TOKEN} nor an end-of-sequence token to embed with"
+            )
         self.emb_token_id: int = emb
 
     @classmethod
@@ -88,13 +94,17 @@ class Preprocessor:
             tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
             image_processor = Qwen2VLImageProcessorPil.from_pretrained(str(path), local_files_only=True)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: no usable tokenizer and preprocessor_config.json there: {error}") from error
+            raise CheckpointError(
+                f"{path}: no usable tokenizer and preprocessor_config.json there: {error}"
+            ) from error
         return cls(tokenizer, image_processor, max_tokens=max_tokens)
 
     @staticmethod
     def _special(vocabulary: dict[str, int], token: str) -> int:
         if token not in vocabulary:
-            raise CheckpointError(f"the tokenizer has no {token} token: is this a vision-language checkpoint?")
+            raise CheckpointError(
+                f"the tokenizer has no {token} token: is this a vision-language checkpoint?"
+            )
         return vocabulary[token]
 
     def __call__(self, side: Side, where: str = "input") -> ModelInput:
@@ -112,7 +122,9 @@ class Preprocessor:
         images = [decode_image(data, f"{where}, image {i}") for i, data in enumerate(side.images)]
         frames = [decode_image(data, f"{where}, frame {i}") for i, data in enumerate(side.video)]
         if len({frame.shape for frame in frames}) > 1:
-            raise DataError(f"{where}: the frames of a video must have one size, got {sorted({f.shape for f in frames})}")
+            raise DataError(
+                f"{where}: the frames of a video must have one size, got {sorted({f.shape for f in frames})}"
+            )
         return self.assemble(
             instruction=side.instruction,
             text=side.text,
@@ -204,14 +216,17 @@ class Preprocessor:
         if (new_height, new_width) == (height, width):
             return frames
         resample = Image.Resampling(processor.resample)
-        return np.stack([np.asarray(Image.fromarray(f).resize((new_width, new_height), resample)) for f in frames])
+        return np.stack(
+            [np.asarray(Image.fromarray(f).resize((new_width, new_height), resample)) for f in frames]
+        )
 
     def _tokenize(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def _merged_tokens(self, grid: tuple[int, int, int]) -> int:
         """Language model tokens of one temporal patch."""
-        return grid[1] * grid[2] // self.image_processor.merge_size**2
+        merge: int = self.image_processor.merge_size
+        return grid[1] * grid[2] // merge**2
 
     def _image_tokens(self, grid: tuple[int, int, int]) -> list[int]:
         return [self._vision_start, *[self.image_token_id] * self._merged_tokens(grid), self._vision_end]

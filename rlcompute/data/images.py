@@ -20,4 +20,6 @@ def decode_image(encoded: bytes, where: str = "image") -> np.ndarray:
         with Image.open(io.BytesIO(encoded)) as image:
             return np.asarray(image.convert("RGB"))
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(f"{where}: {len(encoded)} bytes are not an image that Pillow can decode: {error}") from error
+        raise DataError(
+            f"{where}: {len(encoded)} bytes are not an image that Pillow can decode: {error}"
+        ) from error

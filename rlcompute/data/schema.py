@@ -53,7 +53,9 @@ def _side_fields(side: str) -> list[pa.Field]:
 
 
 PAIR_SCHEMA: pa.Schema = pa.schema(
-    [pa.field(name, pa.string(), nullable=False) for name in _REQUIRED] + _side_fields("query") + _side_fields("target")
+    [pa.field(name, pa.string(), nullable=False) for name in _REQUIRED]
+    + _side_fields("query")
+    + _side_fields("target")
 )
 
 
@@ -119,7 +121,8 @@ def read_pairs(
 
     Raises:
         DataError: the file is missing or no parquet, a column is missing or has another type, an id occurs twice,
-            no usable row is left, or (with ``on_bad_row="error"``) a row is bad. The message names file, row and column.
+            no usable row is left, or (with ``on_bad_row="error"``) a row is bad. The message names file, row
+            and column.
     """
     table = _load_table(Path(path))
     pairs: list[Pair] = []
@@ -128,8 +131,12 @@ def read_pairs(
     per_task: dict[str, int] = {}
     for number, row in enumerate(_rows(table)):
         identity = row["id"]
+        if not identity:
+            raise DataError(f"{path}: row {number}: column 'id' is empty; every row needs its own id")
         if identity in first_row_of:
-            raise DataError(f"{path}: rows {first_row_of[identity]} and {number} have the same id {identity!r}")
+            raise DataError(
+                f"{path}: rows {first_row_of[identity]} and {number} have the same id {identity!r}"
+            )
         first_row_of[identity] = number
         if limit_per_task is not None and per_task.get(row["task"], 0) >= limit_per_task:
             continue
@@ -145,7 +152,9 @@ def read_pairs(
         per_task[pair.task] = per_task.get(pair.task, 0) + 1
         pairs.append(pair)
     if not pairs:
-        raise DataError(f"{path}: no usable row ({len(skipped)} bad ones); the first: {(skipped or ['none'])[0]}")
+        raise DataError(
+            f"{path}: no usable row ({len(skipped)} bad ones); the first: {(skipped or ['none'])[0]}"
+        )
     return PairSet(pairs, skipped)
 
 
@@ -157,10 +166,13 @@ def write_pairs(path: str | Path, pairs: Iterable[Pair]) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    with pq.ParquetWriter(partial, PAIR_SCHEMA, compression="zstd") as writer:
-        for batch in _batched(pairs, _ROWS_PER_GROUP):
-            writer.write_table(pa.Table.from_pylist([_to_row(pair) for pair in batch], PAIR_SCHEMA))
-    partial.replace(path)
+    try:
+        with pq.ParquetWriter(partial, PAIR_SCHEMA, compression="zstd") as writer:
+            for batch in _batched(pairs, _ROWS_PER_GROUP):
+                writer.write_table(pa.Table.from_pylist([_to_row(pair) for pair in batch], PAIR_SCHEMA))
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _batched(pairs: Iterable[Pair], size: int) -> Iterator[list[Pair]]:
@@ -205,10 +217,10 @@ def _compatible(found: pa.DataType, wanted: pa.DataType) -> bool:
         is_list = pa.types.is_list(found) or pa.types.is_large_list(found)
         return is_list and _compatible(found.value_type, wanted.value_type)
     if pa.types.is_string(wanted):
-        return pa.types.is_string(found) or pa.types.is_large_string(found)
+        return bool(pa.types.is_string(found) or pa.types.is_large_string(found))
     if pa.types.is_binary(wanted):
-        return pa.types.is_binary(found) or pa.types.is_large_binary(found)
-    return pa.types.is_floating(found) or pa.types.is_integer(found)
+        return bool(pa.types.is_binary(found) or pa.types.is_large_binary(found))
+    return bool(pa.types.is_floating(found) or pa.types.is_integer(found))
 
 
 def _rows(file: pq.ParquetFile) -> Iterator[dict[str, Any]]:
@@ -237,12 +249,16 @@ def _to_side(row: dict[str, Any], name: str) -> Side:
         video_fps=DEFAULT_VIDEO_FPS if fps is None else fps,
     )
     if side.is_empty:
-        raise DataError(f"the {name} side is empty: fill one of {', '.join(f'{name}_{kind}' for kind in _CONTENT)}")
+        raise DataError(
+            f"the {name} side is empty: fill one of {', '.join(f'{name}_{kind}' for kind in _CONTENT)}"
+        )
     if not side.video_fps > 0:
         raise DataError(f"column '{name}_video_fps' is {side.video_fps}, expected a positive number")
     for number, image in enumerate(side.images):
         decode_image(image, f"column '{name}_images', image {number}")
-    sizes = {decode_image(frame, f"column '{name}_video', frame {n}").shape for n, frame in enumerate(side.video)}
+    sizes = {
+        decode_image(frame, f"column '{name}_video', frame {n}").shape for n, frame in enumerate(side.video)
+    }
     if len(sizes) > 1:
         raise DataError(f"column '{name}_video': frames have several sizes: {sorted(sizes)}")
     return side

@@ -74,7 +74,9 @@ def collate(inputs: Sequence[ModelInput], pad_id: int) -> Inputs:
     )
 
 
-def model_inputs(preprocessor: Preprocessor, modality: Modality, sample: Sample) -> tuple[ModelInput, ModelInput]:
+def model_inputs(
+    preprocessor: Preprocessor, modality: Modality, sample: Sample
+) -> tuple[ModelInput, ModelInput]:
     """Query and target of a sample exactly as a served pair is assembled."""
     query = preprocessor.assemble(instruction=INSTRUCTIONS[modality], text=sample.query)
     if sample.frames is None:
@@ -116,7 +118,9 @@ def build_batch(preprocessor: Preprocessor, modality: Modality, samples: Sequenc
         target=collate([target for _, target in pairs], pad_id),
         same_BB=number[:, None] == number[None],
         asked_BC=asked,
-        seen_V=torch.from_numpy(np.concatenate([token_labels(s, token_pixels) for s in samples])) if visual else None,
+        seen_V=torch.from_numpy(np.concatenate([token_labels(s, token_pixels) for s in samples]))
+        if visual
+        else None,
     )
 
 
@@ -127,28 +131,32 @@ class BatchStream(IterableDataset[Batch]):
         preprocessor: assembles the sequences.
         seed: entropy of all draws.
         size: pairs in a batch.
-        mix: probability of each modality.
+        modality: of all batches.
         single: whether samples show one concept alone.
     """
 
     def __init__(
-        self, preprocessor: Preprocessor, *, seed: Sequence[int], size: int, mix: dict[Modality, float], single: bool
+        self,
+        preprocessor: Preprocessor,
+        *,
+        seed: Sequence[int],
+        size: int,
+        modality: Modality,
+        single: bool,
     ) -> None:
         self._preprocessor = preprocessor
         self._seed = list(seed)
         self._size = size
-        self._mix = mix
+        self._modality = modality
         self._single = single
 
     def __iter__(self) -> Iterator[Batch]:
         rng = np.random.default_rng(np.random.SeedSequence(self._seed))
-        modalities = tuple(self._mix)
-        weights = np.array([self._mix[m] for m in modalities])
         while True:
-            modality = modalities[int(rng.choice(len(modalities), p=weights / weights.sum()))]
-            yield build_batch(self._preprocessor, modality, [self._sample(rng, modality) for _ in range(self._size)])
+            samples = [self._sample(rng) for _ in range(self._size)]
+            yield build_batch(self._preprocessor, self._modality, samples)
 
-    def _sample(self, rng: np.random.Generator, modality: Modality) -> Sample:
+    def _sample(self, rng: np.random.Generator) -> Sample:
         if self._single:
-            return compose_single(rng, modality)
-        return COMPOSERS[modality](rng, draw_combination(rng, modality, "train"))
+            return compose_single(rng, self._modality)
+        return COMPOSERS[self._modality](rng, draw_combination(rng, self._modality, "train"))

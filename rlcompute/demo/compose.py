@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from rlcompute.demo.concepts import LANGUAGES, SYMBOLS, concepts, sprites
-from rlcompute.demo.sentences import CLIP, MOVING, PAGE, PICTURE, SENTENCES, enumerate_names, pick
+from rlcompute.demo.sentences import CLIP, MOVING, PAGE, PICTURE, SENTENCES, WORD, enumerate_names, pick
 from rlcompute.demo.splits import Combination, Modality
 
 GRID = 8
@@ -39,6 +39,7 @@ class Box:
     width: int
 
     def overlaps(self, other: Box) -> bool:
+        """Whether the two share a pixel."""
         return (
             self.top < other.top + other.height
             and other.top < self.top + self.height
@@ -129,7 +130,9 @@ def compose_image(rng: np.random.Generator, combination: Combination, edge: int 
     return Sample(combination.asked, pick(rng, PICTURE).format(things), things, canvas[None], boxes=(boxes,))
 
 
-def compose_video(rng: np.random.Generator, combination: Combination, edge: int = 80, poses: int = 3) -> Sample:
+def compose_video(
+    rng: np.random.Generator, combination: Combination, edge: int = 80, poses: int = 3
+) -> Sample:
     """Things that move across the canvas in straight lines and never touch: frames ``[2 * poses, edge, edge, 3]``."""
     size, travel = 32, _STEP * (poses - 1)
     while True:
@@ -142,7 +145,10 @@ def compose_video(rng: np.random.Generator, combination: Combination, edge: int 
                 start.append(place + travel if sign < 0 else place)
             down, right = _DIRECTIONS[direction]
             tracks.append(
-                [Box(concept, start[0] + _STEP * down * t, start[1] + _STEP * right * t, size, size) for t in range(poses)]
+                [
+                    Box(concept, start[0] + _STEP * down * t, start[1] + _STEP * right * t, size, size)
+                    for t in range(poses)
+                ]
             )
         boxes = tuple(zip(*tracks, strict=True))
         if not any(a.overlaps(b) for pose in boxes for i, a in enumerate(pose) for b in pose[:i]):
@@ -190,7 +196,13 @@ def compose_page(rng: np.random.Generator, combination: Combination) -> Sample:
         draw.line((5, top + 23, width - 5, top + 23), fill=(220, 220, 220))
     title, *entries = (_english(i) for i in combination.asked)
     query = pick(rng, PAGE).format(enumerate_names(entries), title=title)
-    return Sample(combination.asked, query, f"{title}: {enumerate_names(sorted(entries))}", np.asarray(page)[None], boxes=(tuple(boxes),))
+    return Sample(
+        combination.asked,
+        query,
+        f"{title}: {enumerate_names(sorted(entries))}",
+        np.asarray(page)[None],
+        boxes=(tuple(boxes),),
+    )
 
 
 def compose_text(rng: np.random.Generator, combination: Combination) -> Sample:
@@ -222,9 +234,13 @@ def compose_single(rng: np.random.Generator, modality: Modality) -> Sample:
         return compose_video(rng, alone, edge=48, poses=2)
     if modality == "text":
         names = concepts()[concept].names
-        return Sample((concept,), names["en"], names["en"], text=names[pick(rng, LANGUAGES[1:])])
+        language = pick(rng, LANGUAGES[1:])
+        query, target = WORD["en"].format(names["en"]), WORD[language].format(names[language])
+        return Sample((concept,), query, query, text=target)
     title = bool(rng.integers(4) == 0)
-    strip = Image.new("RGB", (112, _TITLE_HEIGHT), tuple(int(v) for v in rng.integers(30, 120, 3)) if title else "white")
+    strip = Image.new(
+        "RGB", (112, _TITLE_HEIGHT), tuple(int(v) for v in rng.integers(30, 120, 3)) if title else "white"
+    )
     box = _print_line(ImageDraw.Draw(strip), concept, 0, title)
     query = f"a page titled {_english(concept)}" if title else f"a page listing {_english(concept)}"
     return Sample((concept,), query, query, np.asarray(strip)[None], boxes=((box,),))

@@ -55,7 +55,10 @@ def write_demo(
     for split, count in counts.items():
         if count:
             files[split] = Path(out_dir) / f"{split}.parquet"
-            write_pairs(files[split], [pair for modality in MODALITIES for pair in demo_pairs(seed, split, modality, count)])
+            write_pairs(
+                files[split],
+                [pair for modality in MODALITIES for pair in demo_pairs(seed, split, modality, count)],
+            )
     return files
 
 

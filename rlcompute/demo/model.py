@@ -106,9 +106,8 @@ def initialise(model: Qwen3_5MoeModel) -> None:
             weight.normal_(0, gain * weight.shape[-1] ** -0.5)
 
 
-def build_model(tokenizer: Any, seed: int) -> Qwen3_5MoeModel:
+def build_model(tokenizer: Any) -> Qwen3_5MoeModel:
     """A freshly initialised model in float32."""
-    torch.manual_seed(seed)
     config = build_config(tokenizer)
     config._experts_implementation = "grouped_mm"
     model = Qwen3_5MoeModel(config)

@@ -13,8 +13,20 @@ import numpy as np
 PICTURE = ("a picture of {}", "an image that shows {}", "a drawing with {}")
 CLIP = ("a video of {}", "a clip that shows {}", "a short film with {}")
 MOVING = "{name} moving {direction}"
-PAGE = ("a page titled {title} listing {}", "the {title} page with entries for {}", "a price list called {title} with {}")
+PAGE = (
+    "a page titled {title} listing {}",
+    "the {title} page with entries for {}",
+    "a price list called {title} with {}",
+)
 
+WORD = {
+    "en": "the word {}",
+    "de": "das wort {}",
+    "fr": "le mot {}",
+    "es": "la palabra {}",
+    "it": "la parola {}",
+    "pt": "a palavra {}",
+}
 AND = {"en": "and", "de": "und", "fr": "et", "es": "y", "it": "e", "pt": "e"}
 
 SENTENCES = {

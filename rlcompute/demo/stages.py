@@ -8,23 +8,30 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import Qwen3_5MoeModel
 
 from rlcompute.demo.batches import Batch
-from rlcompute.demo.concepts import SYMBOLS, concepts
+from rlcompute.demo.concepts import LANGUAGES, SYMBOLS, concepts
 from rlcompute.demo.forward import embed
+from rlcompute.demo.splits import Modality
 from rlcompute.preprocess import Preprocessor
 
 _LEARNING_RATE = 1.5e-3
 _VISION_LEARNING_RATE = 2e-3
 _WEIGHT_DECAY = 0.02
+_NAME_LEARNING_RATE = 5e-3
+_NAME_STEPS = 100
+_NAME_SCALE = 10.0
 _LOG_STEPS = 20
+_EASIEST_LOSS = 0.05
+_LOSS_SMOOTHING = 0.2
 _BALANCE_WEIGHT = 0.02
 _WARMUP_STEPS = 30
 _MAX_LOGIT_SCALE = 50.0
@@ -52,10 +59,37 @@ class RunningMeans:
         self._values: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=window))
 
     def add(self, name: str, value: float) -> None:
+        """Count one more value under this name."""
         self._values[name].append(value)
 
     def __str__(self) -> str:
         return " ".join(f"{name} {sum(v) / len(v):.3f}" for name, v in sorted(self._values.items()))
+
+
+class HardestFirst:
+    """Draws batches of several modalities, more often of those that are still hard.
+
+    A modality's probability is proportional to the square root of its smoothed loss.
+
+    Args:
+        batches: an endless stream for each modality.
+        seed: of the draws.
+    """
+
+    def __init__(self, batches: Mapping[Modality, Iterator[Batch]], seed: int) -> None:
+        self._batches = dict(batches)
+        self._loss = dict.fromkeys(self._batches, 1.0)
+        self._rng = np.random.default_rng(seed)
+
+    def draw(self) -> Batch:
+        """The next batch."""
+        weight = np.sqrt([max(loss, _EASIEST_LOSS) for loss in self._loss.values()])
+        modality = tuple(self._batches)[int(self._rng.choice(len(weight), p=weight / weight.sum()))]
+        return next(self._batches[modality])
+
+    def report(self, modality: Modality, loss: float) -> None:
+        """Take note of the loss of a batch."""
+        self._loss[modality] += _LOSS_SMOOTHING * (loss - self._loss[modality])
 
 
 def _set_learning_rate(optimizer: torch.optim.Optimizer, peak: float, step: int, share: float) -> None:
@@ -65,20 +99,56 @@ def _set_learning_rate(optimizer: torch.optim.Optimizer, peak: float, step: int,
         group["lr"] = rate
 
 
+def _name_anchors(table_Wd: torch.Tensor, token_ids: list[list[int]]) -> torch.Tensor:
+    """Unit mean token embedding of each name."""
+    starts = torch.tensor([0, *(len(ids) for ids in token_ids[:-1])]).cumsum(0)
+    flat = torch.tensor([i for ids in token_ids for i in ids])
+    return F.normalize(F.embedding_bag(flat, table_Wd, starts, mode="mean"), dim=1)
+
+
+def _name_tokens(preprocessor: Preprocessor, language: str) -> list[list[int]]:
+    # Names follow another word nearly everywhere, and a byte-level tokenizer gives them other tokens there.
+    return [preprocessor.tokenizer(" " + concept.names[language]).input_ids for concept in concepts()]
+
+
+def align_names(model: Qwen3_5MoeModel, preprocessor: Preprocessor, log: Callable[[str], None]) -> None:
+    """Stage 0a: start the names of a concept in all languages close together in the token embedding table.
+
+    Seconds of work that spare the contrastive stage from finding 800 translations one by one.
+    """
+    table: nn.Parameter = model.get_input_embeddings().weight
+    anchors_Cd = _name_anchors(table.detach().clone(), _name_tokens(preprocessor, "en"))
+    names = [ids for language in LANGUAGES for ids in _name_tokens(preprocessor, language)]
+    answers = torch.arange(len(SYMBOLS)).repeat(len(LANGUAGES))
+    optimizer = torch.optim.Adam([table], lr=_NAME_LEARNING_RATE)
+    for _ in range(_NAME_STEPS):
+        scores = _name_anchors(table, names) @ anchors_Cd.T
+        loss = F.cross_entropy(scores * _NAME_SCALE, answers)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    log(
+        f"stage 0a: share of names nearest their own concept: {(scores.argmax(1) == answers).float().mean():.3f}"
+    )
+
+
 def align_vision(
-    model: Qwen3_5MoeModel, preprocessor: Preprocessor, batches: Iterator[Batch], seconds: float, log: Callable[[str], None]
+    model: Qwen3_5MoeModel,
+    preprocessor: Preprocessor,
+    batches: HardestFirst,
+    seconds: float,
+    log: Callable[[str], None],
 ) -> None:
-    """Stage 0: teach the vision tower to put each thing where the language model has its name.
+    """Stage 0b: teach the vision tower to put each thing where the language model has its name.
 
     The language model is left out. Each visual token is classified by its dot product with the (frozen, rescaled)
     mean token embedding of each concept's English name. Without this stage the contrastive loss starts from
     visual tokens that mean nothing and finds no signal in an hour on a CPU.
     """
     table = model.get_input_embeddings().weight
-    names = [preprocessor.tokenizer(" " + concept.names["en"]).input_ids for concept in concepts()]
     norm = 0.5 * table.shape[1] ** 0.5
     with torch.no_grad():
-        anchors_Cd = F.normalize(torch.stack([table[ids].mean(0) for ids in names]), dim=1) * norm
+        anchors_Cd = _name_anchors(table, _name_tokens(preprocessor, "en")) * norm
     nothing = nn.Parameter(torch.randn(1, table.shape[1]) * 0.3)
     class_weight = torch.ones(len(SYMBOLS) + 1)
     class_weight[-1] = _NOTHING_WEIGHT
@@ -86,8 +156,9 @@ def align_vision(
     optimizer = torch.optim.AdamW(parameters, weight_decay=_WEIGHT_DECAY)
     progress, means, step = Progress(seconds), RunningMeans(), 0
     while progress.share < 1:
-        batch = next(batches)
-        assert batch.seen_V is not None and batch.target.patches is not None
+        batch = batches.draw()
+        assert batch.seen_V is not None
+        assert batch.target.patches is not None
         tokens_Vd = model.visual(batch.target.patches, grid_thw=batch.target.grid_thw).pooler_output
         logits = tokens_Vd @ torch.cat([anchors_Cd, nothing]).T / 4
         loss = F.cross_entropy(logits, batch.seen_V, weight=class_weight)
@@ -99,9 +170,10 @@ def align_vision(
         optimizer.step()
         things = batch.seen_V < len(SYMBOLS)
         means.add(batch.modality, (logits.argmax(1) == batch.seen_V)[things].float().mean().item())
+        batches.report(batch.modality, loss.item())
         step += 1
         if step % _LOG_STEPS == 0:
-            log(f"stage 0, step {step}, {progress.share:.0%}: share of things' tokens named right: {means}")
+            log(f"stage 0b, step {step}, {progress.share:.0%}: share of things' tokens named right: {means}")
 
 
 class _ExpertBalance:
@@ -126,7 +198,9 @@ class _ExpertBalance:
         return torch.stack(terms).mean()
 
 
-def _contrastive_loss(query_Bd: torch.Tensor, target_Bd: torch.Tensor, batch: Batch, scale: torch.Tensor) -> torch.Tensor:
+def _contrastive_loss(
+    query_Bd: torch.Tensor, target_Bd: torch.Tensor, batch: Batch, scale: torch.Tensor
+) -> torch.Tensor:
     """Symmetric InfoNCE within the batch; targets that answer the query just as well are no negatives."""
     scores = F.normalize(query_Bd, dim=-1) @ F.normalize(target_Bd, dim=-1).T * scale
     itself = torch.eye(len(scores), dtype=torch.bool)
@@ -142,13 +216,13 @@ def _concept_loss(logits_BC: torch.Tensor, asked_BC: torch.Tensor) -> torch.Tens
 
 def train_contrastive(
     model: Qwen3_5MoeModel,
-    singles: Iterator[Batch],
-    combinations: Iterator[Batch],
+    singles: HardestFirst | None,
+    combinations: HardestFirst,
     seconds: float,
     log: Callable[[str], None],
     at_mark: Callable[[], None],
     mark_seconds: float,
-    single_share: float = 0.35,
+    single_share: float,
 ) -> None:
     """Stage 1: InfoNCE between query and target, with an auxiliary loss that names the concepts on both sides.
 
@@ -157,7 +231,7 @@ def train_contrastive(
 
     Args:
         model: trained in place.
-        singles: batches of single concepts.
+        singles: batches of single concepts, or None to leave them out.
         combinations: batches like the test pairs, of training combinations.
         seconds: length of the stage.
         log: receives a line now and then.
@@ -166,6 +240,7 @@ def train_contrastive(
         single_share: share of the time for single concepts.
     """
     head = nn.Linear(model.config.text_config.hidden_size, len(SYMBOLS))
+    nn.init.zeros_(head.weight)  # it says nothing to the model before it has learned something
     log_scale = nn.Parameter(torch.tensor(math.log(10.0)))
     matrices = [p for n, p in model.named_parameters() if p.ndim >= 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim < 2 or "embed" in n]
@@ -179,19 +254,26 @@ def train_contrastive(
     balance = _ExpertBalance(model)
     progress, means, step, marks = Progress(seconds), RunningMeans(), 0, 1
     while progress.share < 1:
-        single = progress.share < single_share and step % 8 != 7
-        batch = next(singles if single else combinations)
+        source = combinations
+        if singles is not None and progress.share < single_share and step % 8 != 7:
+            source = singles
+        batch = source.draw()
         query_Bd, target_Bd = embed(model, batch.query), embed(model, batch.target)
-        contrastive = _contrastive_loss(query_Bd, target_Bd, batch, log_scale.exp().clamp(max=_MAX_LOGIT_SCALE))
-        naming = (_concept_loss(head(query_Bd), batch.asked_BC) + _concept_loss(head(target_Bd), batch.asked_BC)) / 2
+        contrastive = _contrastive_loss(
+            query_Bd, target_Bd, batch, log_scale.exp().clamp(max=_MAX_LOGIT_SCALE)
+        )
+        naming = (
+            _concept_loss(head(query_Bd), batch.asked_BC) + _concept_loss(head(target_Bd), batch.asked_BC)
+        ) / 2
         loss = contrastive + naming + _BALANCE_WEIGHT * balance.take()
         _set_learning_rate(optimizer, _LEARNING_RATE, step, progress.share)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        source.report(batch.modality, contrastive.item())
         step += 1
-        kind = "one" if single else "all"
+        kind = "all" if source is combinations else "one"
         means.add(f"{batch.modality}/{kind}", contrastive.item())
         means.add(f"{batch.modality}/{kind}/naming", naming.item())
         if step % _LOG_STEPS == 0:
