@@ -15,12 +15,13 @@ V value width, N segments of one block, L the length of its chunks.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlcompute.kernels.registry import register, runs_anywhere
-from rlcompute.kernels.segments import length_buckets, padded_rows, segment_lengths, unpadding_index
+from rlcompute.kernels.segments import length_buckets, padded_layout, segment_lengths
 
 # Added to the squared norm of queries and keys, as in transformers and flash-linear-attention.
 NORM_EPS = 1e-6
@@ -68,130 +69,148 @@ def gated_delta_rule(
         k_TKD: keys ``[T, K, D]``, not normalised.
         v_THV: values ``[T, H, V]``; H is a multiple of K and value head h reads key head ``h // (H / K)``.
         g_TH: log decay ``[T, H]``, finite and <= 0.
-        beta_TH: write strength ``[T, H]``.
+        beta_TH: write strength ``[T, H]``, >= 0. Below 2 ** -87 it counts as zero and has no gradient.
         cu_seqlens: int64 ``[S + 1]``.
 
     Returns:
         ``[T, H, V]`` in the dtype of the values. Half precision is computed in float32.
     """
-    heads, width = v_THV.shape[1:]
+    heads = v_THV.shape[1]
     lengths = segment_lengths(cu_seqlens)
-    blocks = length_buckets(lengths, lambda longest: BLOCK_ELEMENTS // (heads * _chunk_length(longest) ** 2))
+    blocks = length_buckets(lengths, lambda longest: BLOCK_ELEMENTS // (heads * _chunks(longest)[1] ** 2))
     if not blocks:
         return torch.zeros_like(v_THV)
-    inputs = (q_TKD, k_TKD, v_THV, g_TH, beta_TH)
-    outputs, padded = [], []
-    for block in blocks:
-        length = _chunk_length(lengths[block[0]])
-        chunks = -(-lengths[block[0]] // length)
-        padded.append(chunks * length)
-        segments = torch.tensor(block, device=cu_seqlens.device)
-        rows_NCL = padded_rows(cu_seqlens, segments, padded[-1]).rows_NL.view(len(block), chunks, length)
-        outputs.append(_block(inputs, rows_NCL).reshape(heads, -1, width))
-    out_HTV = torch.cat(outputs, dim=1).index_select(1, unpadding_index(cu_seqlens, blocks, padded))
-    return out_HTV.transpose(0, 1).to(v_THV.dtype)
+    shapes = [(len(b), *_chunks(lengths[b[0]])) for b in blocks]
+    layout = padded_layout(cu_seqlens, blocks, [chunks * length for _, chunks, length in shapes])
+    rows = layout.rows_P.split([math.prod(shape) for shape in shapes])
+    # The base-2 logarithms of decay and write strength are float64: see _pairwise_decay.
+    log2_decay_TH = g_TH.double() * math.log2(math.e)
+    log2_beta_TH = beta_TH.double().clamp_min(2.0**SMALLEST_LOG2_DECAY).log2()
+    inputs = _Inputs(q_TKD, k_TKD, v_THV, log2_decay_TH, log2_beta_TH)
+    out_PE = torch.cat([_block(inputs, r.view(shape)) for r, shape in zip(rows, shapes, strict=True)])
+    return out_PE.index_select(0, layout.places_T).view(v_THV.shape).to(v_THV.dtype)
 
 
-def _chunk_length(longest: int) -> int:
-    """Equal chunks of at most ``CHUNK`` tokens: 130 tokens are 2 x 65, not 128 + 2."""
-    return -(-longest // -(-longest // CHUNK))
+class _Inputs(NamedTuple):
+    q_TKD: Tensor
+    k_TKD: Tensor
+    v_THV: Tensor
+    log2_decay_TH: Tensor
+    log2_beta_TH: Tensor
 
 
-def _block(inputs: tuple[Tensor, ...], rows_NCL: Tensor) -> Tensor:
-    """All chunks of one block of segments, in order: ``[H, N, C, L, V]``."""
+def _chunks(longest: int) -> tuple[int, int]:
+    """Number and length of equal chunks of at most ``CHUNK`` tokens: 130 tokens are 2 x 65, not 128 + 2."""
+    chunks = -(-longest // CHUNK)
+    return chunks, -(-longest // chunks)
+
+
+def _block(inputs: _Inputs, rows_NCL: Tensor) -> Tensor:
+    """All chunks of a block of segments, in order: padded rows ``[N * C * L, H * V]``."""
     last = rows_NCL.shape[1] - 1
     state_KNDRV = None
     outputs = []
     for step, rows_NL in enumerate(rows_NCL.unbind(1)):
-        out_HNLV, state_KNDRV = _chunk(*_gather(inputs, rows_NL), state_KNDRV, step < last)
-        outputs.append(out_HNLV)
-    return torch.stack(outputs, dim=2) if last else outputs[0]
+        out_NLKRV, state_KNDRV = _chunk(_gather(inputs, rows_NL), state_KNDRV, step < last)
+        outputs.append(out_NLKRV.flatten(2))
+    return (torch.stack(outputs, dim=1) if last else outputs[0]).view(rows_NCL.numel(), -1)
 
 
-def _gather(inputs: tuple[Tensor, ...], rows_NL: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Heads-first copies of a chunk's rows: q, k normalised, v, log decay, beta; at least float32."""
-    q_TKD, _, v_THV, _, _ = inputs
-    (segments, length), key_heads, width = rows_NL.shape, q_TKD.shape[1], v_THV.shape[2]
-    dtype = torch.promote_types(v_THV.dtype, torch.float32)
-    q, k, v, g, beta = (x.index_select(0, rows_NL.reshape(-1)).to(dtype) for x in inputs)
-    q_KNLD = (l2_normalize(q) * q.shape[-1] ** -0.5).view(segments, length, key_heads, -1).permute(2, 0, 1, 3)
-    k_KNLD = l2_normalize(k).view(segments, length, key_heads, -1).permute(2, 0, 1, 3)
-    v_KRNLV = v.view(segments, length, key_heads, -1, width).permute(2, 3, 0, 1, 4)
-    g_KRNL, beta_KRNL = (x.view(segments, length, key_heads, -1).permute(2, 3, 0, 1) for x in (g, beta))
-    return q_KNLD, k_KNLD, v_KRNLV, g_KRNL, beta_KRNL
+class _Chunk(NamedTuple):
+    """Heads-first copies of a chunk's rows, at least float32; q and k normalised, logarithms float64."""
+
+    q_KNLD: Tensor
+    k_KNLD: Tensor
+    v_KRNLV: Tensor
+    log2_decay_KRNL: Tensor
+    log2_beta_KRNL: Tensor
 
 
-def _chunk(
-    q_KNLD: Tensor,
-    k_KNLD: Tensor,
-    v_KRNLV: Tensor,
-    g_KRNL: Tensor,
-    beta_KRNL: Tensor,
-    state_KNDRV: Tensor | None,
-    hand_on: bool,
-) -> tuple[Tensor, Tensor | None]:
+def _gather(inputs: _Inputs, rows_NL: Tensor) -> _Chunk:
+    (segments, length), key_heads, width = rows_NL.shape, inputs.q_TKD.shape[1], inputs.v_THV.shape[2]
+    dtype = torch.promote_types(inputs.v_THV.dtype, torch.float32)
+    q, k, v, log2_decay, log2_beta = (x.index_select(0, rows_NL.reshape(-1)) for x in inputs)
+    q_NLKD = (l2_normalize(q.to(dtype)) * q.shape[-1] ** -0.5).view(segments, length, key_heads, -1)
+    k_NLKD = l2_normalize(k.to(dtype)).view(segments, length, key_heads, -1)
+    v_NLKRV = v.to(dtype).view(segments, length, key_heads, -1, width)
+    logs_NLKR = (x.view(segments, length, key_heads, -1) for x in (log2_decay, log2_beta))
+    return _Chunk(
+        q_NLKD.permute(2, 0, 1, 3),
+        k_NLKD.permute(2, 0, 1, 3),
+        v_NLKRV.permute(2, 3, 0, 1, 4),
+        *(x.permute(2, 3, 0, 1) for x in logs_NLKR),
+    )
+
+
+def _chunk(x: _Chunk, state_KNDRV: Tensor | None, hand_on: bool) -> tuple[Tensor, Tensor | None]:
     """One chunk of every segment of a block.
 
-    With ``D_ij`` the decay from token j to token i and ``d_i`` that from before the chunk to i, the updates u
-    solve the unit lower triangular system ``u_i + b_i sum_{j<i} D_ij (k_i k_j) u_j = b_i (v_i - d_i S^T k_i)``,
-    the outputs are ``o_i = d_i S^T q_i + sum_{j<=i} D_ij (q_i k_j) u_j``, and the state handed on is
-    ``d_L S + sum_j D_Lj k_j u_j^T``.
+    With ``D_ij`` the decay from token j to token i times ``b_j``, and ``d_i`` the decay from before the chunk to i,
+    the undamped updates w solve the unit lower triangular system
+    ``w_i + sum_{j<i} D_ij (k_i k_j) w_j = v_i - d_i S^T k_i``, the outputs are
+    ``o_i = d_i S^T q_i + sum_{j<=i} D_ij (q_i k_j) w_j``, and the state handed on is ``d_L S + sum_j D_Lj k_j w_j^T``.
 
     Returns:
-        Outputs ``[H, N, L, V]`` and, if ``hand_on``, the state ``[K, N, D, R, V]``.
+        Outputs ``[N, L, K, R, V]`` and, if ``hand_on``, the state ``[K, N, D, R, V]``.
     """
-    key_heads, repeat, segments, length, width = v_KRNLV.shape
-    beta_KRNL1 = beta_KRNL.unsqueeze(-1)
-    # float64, because a difference of two large float32 sums would lose the small decays between neighbours.
-    log2_KRNL = g_KRNL.double().mul(math.log2(math.e)).cumsum(-1)
-    decay_KRNLL = _pairwise_decay(log2_KRNL, v_KRNLV.dtype)
+    q_KNLD, k_KNLD, v_KRNLV, log2_decay_KRNL, log2_beta_KRNL = x
+    dtype, (repeat, _, length, width) = v_KRNLV.dtype, v_KRNLV.shape[1:]
+    reach_KRNL = log2_decay_KRNL.cumsum(-1)
+    write_KRNL = log2_beta_KRNL - reach_KRNL
+    decay_KRNLL = _pairwise_decay(reach_KRNL, write_KRNL, dtype)
     # Key heads are shared by R value heads: their dot products are computed once.
     qk_KN2LD = torch.cat([q_KNLD, k_KNLD], dim=2)
     dots_K1N2LL = (qk_KN2LD @ qk_KN2LD[:, :, length:].transpose(-1, -2)).unsqueeze(1)
-    system_KRNLL = _times(decay_KRNLL * beta_KRNL1, dots_K1N2LL[..., length:, :])
+    system_KRNLL = decay_KRNLL * dots_K1N2LL[..., length:, :]
     scores_KRNLL = _times(decay_KRNLL, dots_K1N2LL[..., :length, :])
-    target_KRNLV = v_KRNLV * beta_KRNL1
+    target_KRNLV = v_KRNLV
     if state_KNDRV is not None:
         reads_KN2LRV = (qk_KN2LD @ state_KNDRV.flatten(3)).unflatten(-1, (repeat, width))
         reads_KRN2LV = reads_KN2LRV.permute(0, 3, 1, 2, 4)
-        carried_KRNL1 = _decay(log2_KRNL.to(v_KRNLV.dtype)).unsqueeze(-1)
-        target_KRNLV = target_KRNLV - reads_KRN2LV[..., length:, :] * (carried_KRNL1 * beta_KRNL1)
+        carried_KRNL1 = _decay(reach_KRNL.clone()).to(dtype).unsqueeze(-1)
+        target_KRNLV = target_KRNLV - reads_KRN2LV[..., length:, :] * carried_KRNL1
     update_MLV = torch.linalg.solve_triangular(
         system_KRNLL.flatten(0, 2), target_KRNLV.flatten(0, 2), upper=False, unitriangular=True
     )
     out_KRNLV = torch.bmm(scores_KRNLL.flatten(0, 2), update_MLV).view(v_KRNLV.shape)
     if state_KNDRV is not None:
         out_KRNLV = out_KRNLV + reads_KRN2LV[..., :length, :] * carried_KRNL1
-    out_HNLV = out_KRNLV.reshape(key_heads * repeat, segments, length, width)
+    out_NLKRV = out_KRNLV.permute(2, 3, 0, 1, 4)
     if not hand_on:
-        return out_HNLV, None
-    to_end_KRNL1 = _decay((log2_KRNL[..., -1:] - log2_KRNL).to(v_KRNLV.dtype)).unsqueeze(-1)
+        return out_NLKRV, None
+    to_end_KRNL1 = _decay(reach_KRNL[..., -1:] + write_KRNL).to(dtype).unsqueeze(-1)
     decayed_KNLRV = (update_MLV.view(v_KRNLV.shape) * to_end_KRNL1).permute(0, 2, 3, 1, 4)
     written_KNDRV = (k_KNLD.transpose(-1, -2) @ decayed_KNLRV.flatten(3)).unflatten(-1, (repeat, width))
     if state_KNDRV is not None:
         written_KNDRV = written_KNDRV + state_KNDRV * carried_KRNL1[..., -1:, :].permute(0, 2, 3, 1, 4)
-    return out_HNLV, written_KNDRV
+    return out_NLKRV, written_KNDRV
 
 
-def _pairwise_decay(log2_KRNL: Tensor, dtype: torch.dtype) -> Tensor:
-    """``2 ** (log2_i - log2_j)`` for j <= i and 0 for j > i.
+def _pairwise_decay(reach_KRNL: Tensor, write_KRNL: Tensor, dtype: torch.dtype) -> Tensor:
+    """``2 ** (reach_i + write_j)`` for j <= i and 0 for j > i, from float64 exponents.
 
-    The differences are taken by one matrix product of rank four over the sums' high and low halves, which
-    adds the causal mask in the same pass: as fast as a plain subtraction, and exact for neighbours.
+    The sums of a chunk's logarithms reach thousands where float32 has no digits left for the small difference
+    between neighbours. One matrix product of rank four adds the high and low halves of both exponents and
+    the causal mask in one pass: as fast as a plain subtraction of float32 sums, and exact.
     """
-    length = log2_KRNL.shape[-1]
-    high = log2_KRNL.to(dtype)
-    low = (log2_KRNL - high).to(dtype)
-    one = torch.ones_like(high)
-    left_ML4 = torch.stack([high, one, low, one], dim=-1).flatten(0, 2)
-    right_M4L = torch.stack([one, -high, one, -low], dim=-2).flatten(0, 2)
-    future_LL = torch.full((length, length), -math.inf, dtype=dtype, device=high.device).triu_(1)
-    return _decay(torch.baddbmm(future_LL, left_ML4, right_M4L)).view(*log2_KRNL.shape, length)
+    reach_high, write_high = reach_KRNL.to(dtype), write_KRNL.to(dtype)
+    reach_low, write_low = (reach_KRNL - reach_high).to(dtype), (write_KRNL - write_high).to(dtype)
+    one = torch.ones_like(reach_high)
+    left_ML4 = torch.stack([reach_high, one, reach_low, one], dim=-1).flatten(0, 2)
+    right_M4L = torch.stack([one, write_high, one, write_low], dim=-2).flatten(0, 2)
+    length = reach_KRNL.shape[-1]
+    future_LL = torch.full((length, length), -math.inf, dtype=dtype, device=one.device).triu_(1)
+    return _decay(torch.baddbmm(future_LL, left_ML4, right_M4L)).view(*reach_KRNL.shape, length)
 
 
 def _decay(log2: Tensor) -> Tensor:
-    """``2 ** log2``, exactly zero below ``SMALLEST_LOG2_DECAY``. (``exp`` is slow where it underflows.)"""
-    return torch.exp2(torch.threshold(log2, SMALLEST_LOG2_DECAY, -math.inf))
+    """``2 ** log2``, exactly zero below ``SMALLEST_LOG2_DECAY``; overwrites its argument as :func:`_times` does.
+
+    Not ``exp``, which is an order of magnitude slower on CPU where its result underflows.
+    """
+    if log2.requires_grad:
+        return torch.exp2(torch.threshold(log2, SMALLEST_LOG2_DECAY, -math.inf))
+    return torch.threshold_(log2, SMALLEST_LOG2_DECAY, -math.inf).exp2_()
 
 
 def _times(x: Tensor, y: Tensor) -> Tensor:

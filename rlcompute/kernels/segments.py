@@ -68,42 +68,37 @@ def length_buckets(
 
 
 @dataclass(frozen=True)
-class PaddedRows:
-    """Index of a bucket into the packed stream.
+class PaddedLayout:
+    """Buckets laid end to end, every segment padded to its bucket's length: P padded rows in all.
 
     Attributes:
-        rows_NL: int64 packed row of each padded position. Padding repeats the segment's own last row, so
-            that whatever is computed there can neither read nor disturb another segment.
-        length_N: int64 true lengths.
+        rows_P: int64 packed row of each padded row. Padding repeats the segment's own last row, so that
+            whatever is computed there can neither read nor disturb another segment.
+        places_T: int64 padded row of each packed token, the way back.
     """
 
-    rows_NL: Tensor
-    length_N: Tensor
+    rows_P: Tensor
+    places_T: Tensor
 
 
-def padded_rows(cu_seqlens: Tensor, segments: Tensor, padded_length: int) -> PaddedRows:
-    """Rows of ``segments`` (all non-empty), each padded to ``padded_length``."""
-    start_N = cu_seqlens[segments]
-    length_N = cu_seqlens[segments + 1] - start_N
-    position_L = torch.arange(padded_length, device=cu_seqlens.device)
-    rows_NL = start_N[:, None] + torch.minimum(position_L, length_N[:, None] - 1)
-    return PaddedRows(rows_NL, length_N)
-
-
-def unpadding_index(cu_seqlens: Tensor, buckets: Sequence[Sequence[int]], padded: Sequence[int]) -> Tensor:
-    """Where each packed token lies in the buckets' padded outputs laid end to end: int64 ``[T]``.
+def padded_layout(
+    cu_seqlens: Tensor, buckets: Sequence[Sequence[int]], padded: Sequence[int]
+) -> PaddedLayout:
+    """Lay out buckets of segments.
 
     Args:
         cu_seqlens: int64 ``[S + 1]``.
-        buckets: segment numbers per bucket; every non-empty segment appears exactly once.
-        padded: padded length of each bucket.
+        buckets: segment numbers per bucket; every non-empty segment appears exactly once, no empty one does.
+        padded: padded length of each bucket, at least that of its longest segment.
     """
-    flat_start = [0] * (len(cu_seqlens) - 1)
-    offset = 0
-    for bucket, length in zip(buckets, padded, strict=True):
-        for segment in bucket:
-            flat_start[segment] = offset
-            offset += length
-    shift_S = torch.tensor(flat_start, dtype=torch.int64, device=cu_seqlens.device) - cu_seqlens[:-1]
-    shift_T = torch.repeat_interleave(shift_S, cu_seqlens.diff())
-    return torch.arange(len(shift_T), device=cu_seqlens.device) + shift_T
+    device = cu_seqlens.device
+    order_N = torch.tensor([s for bucket in buckets for s in bucket], dtype=torch.int64, device=device)
+    sizes = [n for bucket, n in zip(buckets, padded, strict=True) for _ in bucket]
+    padded_N = torch.tensor(sizes, dtype=torch.int64, device=device)
+    start_N, last_N = cu_seqlens[order_N], cu_seqlens[order_N + 1] - 1
+    begin_N = padded_N.cumsum(0) - padded_N
+    rows_P = torch.arange(sum(sizes), device=device) + torch.repeat_interleave(start_N - begin_N, padded_N)
+    rows_P = torch.minimum(rows_P, torch.repeat_interleave(last_N, padded_N))
+    shift_S = torch.zeros_like(cu_seqlens[:-1]).index_copy_(0, order_N, begin_N - start_N)
+    places_T = torch.repeat_interleave(shift_S, cu_seqlens.diff())
+    return PaddedLayout(rows_P, places_T + torch.arange(len(places_T), device=device))

@@ -6,10 +6,9 @@ from hypothesis import strategies as st
 
 from rlcompute.kernels.segments import (
     length_buckets,
-    padded_rows,
+    padded_layout,
     positions_in_segment,
     segment_ids,
-    unpadding_index,
 )
 from tests.kernels.packs import offsets, short_packs
 
@@ -39,13 +38,12 @@ def test_padding_and_unpadding_give_the_stream_back(lengths):
     cu = offsets(lengths)
     buckets = length_buckets(lengths, lambda longest: 3)
     padded = [lengths[bucket[0]] + 1 for bucket in buckets]
-    laid_out = [
-        padded_rows(cu, torch.tensor(b), n).rows_NL.flatten() for b, n in zip(buckets, padded, strict=True)
-    ]
-    rows = torch.cat([torch.zeros(0, dtype=torch.int64), *laid_out])
-    assert rows[unpadding_index(cu, buckets, padded)].tolist() == list(range(sum(lengths)))
+    layout = padded_layout(cu, buckets, padded)
+    assert len(layout.rows_P) == sum(len(b) * n for b, n in zip(buckets, padded, strict=True))
+    assert layout.rows_P[layout.places_T].tolist() == list(range(sum(lengths)))
 
 
 def test_padding_repeats_the_segments_own_last_row():
-    rows = padded_rows(offsets((2, 3)), torch.tensor([1, 0]), 4).rows_NL
-    assert rows.tolist() == [[2, 3, 4, 4], [0, 1, 1, 1]]
+    layout = padded_layout(offsets((2, 0, 3)), [[2], [0]], [4, 3])
+    assert layout.rows_P.tolist() == [2, 3, 4, 4, 0, 1, 1]
+    assert layout.places_T.tolist() == [4, 5, 0, 1, 2]
