@@ -43,10 +43,14 @@ def make_rows(
     Raises:
         ValueError: no list was given, or their lengths differ.
     """
-    given = {name: x for name, x in (("texts", texts), ("images", images), ("videos", videos)) if x is not None}
+    given = {
+        name: x for name, x in (("texts", texts), ("images", images), ("videos", videos)) if x is not None
+    }
     lengths = {name: len(x) for name, x in given.items()}
     if len(set(lengths.values())) != 1:
-        raise ValueError(f"give texts, images or videos, as lists of one length; got {lengths or 'none of them'}")
+        raise ValueError(
+            f"give texts, images or videos, as lists of one length; got {lengths or 'none of them'}"
+        )
     count = next(iter(lengths.values()))
     empty: list[None] = [None] * count
     return [

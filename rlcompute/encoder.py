@@ -82,7 +82,12 @@ def _executing_rows(decision: Decision, x_Td: Tensor) -> Tensor:
 
 
 def _routed_experts(
-    backbone: Backbone, layer: BackboneLayer, x_Rd: Tensor, ids_Rk: Tensor, weights_Rk: Tensor, keep_Rk: Tensor | None
+    backbone: Backbone,
+    layer: BackboneLayer,
+    x_Rd: Tensor,
+    ids_Rk: Tensor,
+    weights_Rk: Tensor,
+    keep_Rk: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs of the kept experts [R,d], kept experts per token [R], and rows per expert [E]."""
     experts = registry.select("experts", x_Rd.device)

@@ -39,7 +39,9 @@ class EmbeddedInput:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the tensors hold."""
-        return sum(x.numel() * x.element_size() for x in (self.hidden_Ld, self.position_ids_3L, self.modality_L))
+        return sum(
+            x.numel() * x.element_size() for x in (self.hidden_Ld, self.position_ids_3L, self.modality_L)
+        )
 
 
 @dataclass(frozen=True)

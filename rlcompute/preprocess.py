@@ -221,7 +221,8 @@ class Preprocessor:
         )
 
     def _tokenize(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
+        # A user's text may spell a special token, "<|image_pad|>" say; it must stay text.
+        return tuple(self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids)
 
     def _merged_tokens(self, grid: tuple[int, int, int]) -> int:
         """Language model tokens of one temporal patch."""

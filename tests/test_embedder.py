@@ -42,7 +42,9 @@ def mixed_rows() -> list[Side]:
     rng = np.random.default_rng(0)
     rows = [Side(text="word " * (i + 1)) for i in range(5)]
     rows += [Side(images=(png(picture(rng, 32, 16 * (i + 1))),), instruction="find") for i in range(4)]
-    rows += [Side(video=tuple(png(picture(rng, 32, 32)) for _ in range(i + 2)), text="clip") for i in range(3)]
+    rows += [
+        Side(video=tuple(png(picture(rng, 32, 32)) for _ in range(i + 2)), text="clip") for i in range(3)
+    ]
     return rows
 
 

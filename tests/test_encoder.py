@@ -119,11 +119,15 @@ def oracle(backbone: Any, x: EmbeddedInput, policy: Scripted, segment: int) -> T
     return F.normalize(language.norm(h)[0, -1], dim=-1)
 
 
-def scripted(backbone: Backbone, inputs: list[EmbeddedInput], seed: int, slots: bool, drop_rate: float) -> Scripted:
+def scripted(
+    backbone: Backbone, inputs: list[EmbeddedInput], seed: int, slots: bool, drop_rate: float
+) -> Scripted:
     generator = torch.Generator().manual_seed(seed)
     shape = (backbone.num_layers, len(inputs), max(x.length for x in inputs))
     rates = torch.tensor([(1 - drop_rate) / 2, (1 - drop_rate) / 2, drop_rate])
-    actions = torch.multinomial(rates.expand(shape[0] * shape[1] * shape[2], 3), 1, generator=generator).view(shape)
+    actions = torch.multinomial(rates.expand(shape[0] * shape[1] * shape[2], 3), 1, generator=generator).view(
+        shape
+    )
     kept = torch.rand(*shape, backbone.top_k, generator=generator) < 0.5 if slots else None
     return Scripted(actions, kept, renormalize=slots and seed % 2 == 0)
 
@@ -171,7 +175,9 @@ def test_trace_counts_what_was_decided(backbone: Backbone, embedded: list[Embedd
     assert torch.equal(trace.expert_rows_NE.sum(1), trace.rows_NS.sum(1))
 
 
-def test_emb_survives_a_policy_that_drops_everything(backbone: Backbone, embedded: list[EmbeddedInput]) -> None:
+def test_emb_survives_a_policy_that_drops_everything(
+    backbone: Backbone, embedded: list[EmbeddedInput]
+) -> None:
     class DropsAll:
         gate_flops_per_token = 0.0
 

@@ -116,6 +116,14 @@ def test_text_alone_has_no_patches(preprocessor: Preprocessor) -> None:
     assert read(preprocessor, result.input_ids) == "eine katze<|emb|>"
 
 
+def test_text_that_spells_special_tokens_stays_text(preprocessor: Preprocessor) -> None:
+    text = "a <|image_pad|> and <|emb|>"
+    ids = preprocessor.assemble(text=text).input_ids
+    assert preprocessor.image_token_id not in ids.tolist()
+    assert ids.tolist().count(preprocessor.emb_token_id) == 1
+    assert read(preprocessor, ids[:-1]) == text
+
+
 @pytest.mark.parametrize("limit", [1, 4, 7, 40])
 def test_text_is_cut_at_max_tokens_and_keeps_the_embedding_token(limit: int) -> None:
     short = Preprocessor.from_pretrained(CHECKPOINT, max_tokens=limit)

@@ -15,7 +15,14 @@ from rlcompute.demo.model import image_processor, initialise
 from rlcompute.preprocess import Preprocessor
 
 LAYER_TYPES = ("linear_attention", "full_attention", "linear_attention", "full_attention")
-_SPECIAL = ("<|endoftext|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|emb|>")
+_SPECIAL = (
+    "<|endoftext|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<|emb|>",
+)
 
 
 def byte_tokenizer() -> Qwen3_5Tokenizer:

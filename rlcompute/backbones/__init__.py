@@ -48,7 +48,9 @@ def checkpoint_family(path: str | Path) -> str:
     return str(family)
 
 
-def load_backbone(path: str | Path, *, dtype: str = "float32", device: str = "cpu", max_tokens: int = DEFAULT_MAX_TOKENS) -> Backbone:
+def load_backbone(
+    path: str | Path, *, dtype: str = "float32", device: str = "cpu", max_tokens: int = DEFAULT_MAX_TOKENS
+) -> Backbone:
     """Load a frozen backbone from a local transformers checkpoint folder.
 
     Args:

@@ -24,7 +24,9 @@ def checkpoint_hash(folder: Path) -> str:
     """
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
-        raise CheckpointError(f"{folder}: no *.safetensors weights; save the checkpoint with save_pretrained()")
+        raise CheckpointError(
+            f"{folder}: no *.safetensors weights; save the checkpoint with save_pretrained()"
+        )
     digest = hashlib.sha256()
     for path in [folder / name for name in _TEXT_FILES if (folder / name).exists()]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())

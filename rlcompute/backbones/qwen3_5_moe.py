@@ -152,7 +152,9 @@ class Qwen35MoeLayer:
         self.module, self.eps, self.top_k = module, config.rms_norm_eps, config.num_experts_per_tok
         self.is_attention = module.block_type == "full_attention"
         self.mixer: _Attention | _GatedDeltaNet = (
-            _Attention(module.self_attn, self.eps) if self.is_attention else _GatedDeltaNet(module.linear_attn)
+            _Attention(module.self_attn, self.eps)
+            if self.is_attention
+            else _GatedDeltaNet(module.linear_attn)
         )
         mlp = module.mlp
         self.experts = ExpertWeights(mlp.experts.gate_up_proj, mlp.experts.down_proj)

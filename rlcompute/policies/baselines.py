@@ -19,7 +19,9 @@ class RandomActions:
 
     gate_flops_per_token = 0.0
 
-    def __init__(self, keys_S: Tensor, *, skip: float, drop: float, droppable: Droppable, num_layers: int) -> None:
+    def __init__(
+        self, keys_S: Tensor, *, skip: float, drop: float, droppable: Droppable, num_layers: int
+    ) -> None:
         """Args:
         keys_S: int64 key per segment (:func:`rlcompute.policies.draws.rollout_key`).
         skip: probability that a token skips its routed experts.

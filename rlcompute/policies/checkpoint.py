@@ -67,7 +67,9 @@ def load_gates(folder: str | Path) -> SavedGates:
     folder = Path(folder)
     for name in (CONFIG, TENSORS):
         if not (folder / name).is_file():
-            raise CheckpointError(f"{folder}: no {name}; give a folder written by `rlcompute train` or `export`")
+            raise CheckpointError(
+                f"{folder}: no {name}; give a folder written by `rlcompute train` or `export`"
+            )
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         tensors = load_file(folder / TENSORS)
@@ -87,7 +89,9 @@ def load_gates(folder: str | Path) -> SavedGates:
     return SavedGates(heads, backbone, config)
 
 
-def check_backbone(saved: SavedGates, folder: str | Path, backbone_hash: str, backbone_path: str | Path) -> None:
+def check_backbone(
+    saved: SavedGates, folder: str | Path, backbone_hash: str, backbone_path: str | Path
+) -> None:
     """Refuse gates that were trained on another backbone.
 
     Raises:

@@ -39,7 +39,9 @@ def recorded_log_probs(
     for weight_3F, layer in zip(weight_N3F, records, strict=True):
         logits_T3 = layer.features_TF.to(weight_3F.dtype) @ weight_3F.t() / temperature
         drop_T = logits_T3[:, DROP].masked_fill(~layer.may_drop_T, -torch.inf)
-        log_probs_T3 = torch.stack([logits_T3[:, ROUTE], logits_T3[:, SKIP], drop_T], dim=1).log_softmax(dim=1)
+        log_probs_T3 = torch.stack([logits_T3[:, ROUTE], logits_T3[:, SKIP], drop_T], dim=1).log_softmax(
+            dim=1
+        )
         taken_T = log_probs_T3.gather(1, layer.actions_T[:, None])[:, 0]
         total_S = total_S.index_add(0, layer.segment_ids_T, taken_T)
         count_S = count_S.index_add(0, layer.segment_ids_T, torch.ones_like(taken_T))

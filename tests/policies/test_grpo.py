@@ -12,7 +12,12 @@ from rlcompute.encoder import encode
 from rlcompute.envs.advantages import group_advantages
 from rlcompute.policies.draws import as_keys, rollout_key
 from rlcompute.policies.gates import GateHeads, SampledGates, calibrate, init_heads
-from rlcompute.policies.grpo import behaviour_log_probs, gradient_from_statistic, grpo_loss, recorded_log_probs
+from rlcompute.policies.grpo import (
+    behaviour_log_probs,
+    gradient_from_statistic,
+    grpo_loss,
+    recorded_log_probs,
+)
 from tests.inputs import every_modality
 from tests.tiny import write_tiny_checkpoint
 
