@@ -108,7 +108,7 @@ class Scorer:
             _by_task(rewards, "teacher_recall", tasks),
         )
         saved = 1.0 - executed_2BG.sum() / (full_2B.sum() * grpo.rollouts)
-        actions_NM3 = sum(part.actions_NM3 for part in parts)
+        actions_NM3 = np.sum([part.actions_NM3 for part in parts], axis=0)
         metrics = {
             "compute/lm_saved": saved,
             "compute/lm_saved_query": 1.0 - executed_2BG[0].sum() / (full_2B[0].sum() * grpo.rollouts),
@@ -203,7 +203,7 @@ def _reward_metrics(rewards: RetrievalRewards) -> dict[str, float]:
 
 def _action_metrics(actions_NM3: Array) -> dict[str, float]:
     """Share of each action, over all layers, for all tokens and by token modality."""
-    values = {}
+    values: dict[str, float] = {}
     for name, counts in (("all", actions_NM3.sum((0, 1))), *zip(MODALITIES, actions_NM3.sum(0), strict=True)):
         if counts.sum():
             shares = counts / counts.sum()
@@ -215,5 +215,5 @@ def _action_metrics(actions_NM3: Array) -> dict[str, float]:
 
 def _survivors(parts: Sequence[Rollouts], segments: int) -> float:
     """Share of the tokens other than ``<emb>`` that enter the middle layer."""
-    entered_N = sum(part.entered_N for part in parts) - segments
+    entered_N = np.sum([part.entered_N for part in parts], axis=0) - segments
     return float(entered_N[len(entered_N) // 2] / max(1, entered_N[0]))
