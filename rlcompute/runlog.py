@@ -172,8 +172,11 @@ class RunLog:
         )
 
     def __enter__(self) -> Self:
-        self._progress.__enter__()
         return self
+
+    def begin(self) -> None:
+        """Starts the progress of the iterations; call it after set-up, which must not count in their rate."""
+        self._progress.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

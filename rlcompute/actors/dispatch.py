@@ -66,7 +66,7 @@ class WorkerPool:
         *,
         weights_version: int | None = None,
         tasks_per_call: int | None = None,
-        progress: Callable[[int], None] = lambda finished: None,
+        progress: Callable[[Iterable[int]], None] = lambda finished: None,
     ) -> dict[int, Done]:
         """Runs every task on some worker and returns the results by task number.
 
@@ -76,7 +76,7 @@ class WorkerPool:
             tasks: what to do, by number.
             weights_version: weights that the workers must hold; None if the stage does not use them.
             tasks_per_call: most tasks sent to one worker at once (None: all of its share).
-            progress: called with the number of finished tasks after every round.
+            progress: called after every round with the numbers of the tasks that it finished.
 
         Raises:
             StageTimeoutError: a worker did not answer in time, or none came back after a crash.
@@ -90,8 +90,9 @@ class WorkerPool:
                 pending = pending[: tasks_per_call * len(workers)]
             shares = {worker: pending[place :: len(workers)] for place, worker in enumerate(workers)}
             assignment = {w: {n: tasks[n] for n in share} for w, share in shares.items() if share}
-            done.update(self.call(stage, method, assignment, weights_version=weights_version))
-            progress(len(done))
+            finished = self.call(stage, method, assignment, weights_version=weights_version)
+            done.update(finished)
+            progress(finished)
         return done
 
     def call(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,20 +20,14 @@ from rlcompute.actors.dispatch import WorkerPool
 from rlcompute.config import Config
 from rlcompute.data.schema import Pair, Side
 from rlcompute.envs.reward import TeacherBank
+from rlcompute.progress import ProgressReporter
 
 CHUNK_PAIRS = 16
 """Pairs embedded in one pack. The chunks are cut from the sorted ids, so that every run computes the same bits."""
 CHUNKS_PER_CALL = 4
 
 
-def teacher_bank(
-    config: Config,
-    pairs: Sequence[Pair],
-    backbone_hash: str,
-    pool: WorkerPool,
-    *,
-    progress: Callable[[int, int], None],
-) -> TeacherBank:
+def teacher_bank(config: Config, pairs: Sequence[Pair], backbone_hash: str, pool: WorkerPool) -> TeacherBank:
     """The bank of all training pairs, from the cache if this backbone has embedded the same rows before.
 
     Args:
@@ -41,12 +35,11 @@ def teacher_bank(
         pairs: training pairs, sorted by id; row m of the bank is pair m.
         backbone_hash: hash of the backbone that embeds them.
         pool: the workers.
-        progress: called with the pairs finished and in all.
     """
     path = cache_path(config, pairs, backbone_hash)
     tensors = _load(path)
     if tensors is None:
-        tensors = _compute(pairs, pool, progress)
+        tensors = _compute(pairs, pool)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}.partial")
         save_file(tensors, partial)
@@ -91,17 +84,16 @@ def _load(path: Path) -> dict[str, torch.Tensor] | None:
         return None
 
 
-def _compute(
-    pairs: Sequence[Pair], pool: WorkerPool, progress: Callable[[int, int], None]
-) -> dict[str, torch.Tensor]:
+def _compute(pairs: Sequence[Pair], pool: WorkerPool) -> dict[str, torch.Tensor]:
     chunks = {start: list(pairs[start : start + CHUNK_PAIRS]) for start in range(0, len(pairs), CHUNK_PAIRS)}
-    done = pool.scatter(
-        "teacher embeddings",
-        "embed_teacher",
-        chunks,
-        tasks_per_call=CHUNKS_PER_CALL,
-        progress=lambda finished: progress(min(finished * CHUNK_PAIRS, len(pairs)), len(pairs)),
-    )
+    with ProgressReporter("full-compute embeddings", len(pairs), unit="pair") as progress:
+        done = pool.scatter(
+            "teacher embeddings",
+            "embed_teacher",
+            chunks,
+            tasks_per_call=CHUNKS_PER_CALL,
+            progress=lambda starts: progress.advance(sum(len(chunks[start]) for start in starts)),
+        )
     joined_2Md = np.concatenate([done[start].result for start in chunks], axis=1)
     query_Md, target_Md = torch.from_numpy(joined_2Md).unbind(0)
     return {"query": query_Md.contiguous(), "target": target_Md.contiguous()}

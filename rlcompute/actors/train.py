@@ -180,7 +180,7 @@ class _Trainer:
                 "backbone.path must lead to the same files on every node"
             )
         heads = self._initial_heads(algorithm)
-        bank = teacher_bank(config, inputs.pairs, loaded, algorithm.pool, progress=self._report_teacher)
+        bank = teacher_bank(config, inputs.pairs, loaded, algorithm.pool)
         self._scorer = Scorer(config, bank, [pair.id for pair in inputs.pairs])
         if inputs.checkpoint is not None:
             self._scorer.controller.load(inputs.checkpoint.state.controller)
@@ -193,6 +193,7 @@ class _Trainer:
         assert self._algorithm is not None
         algorithm, settings = self._algorithm, self._config.grpo
         pictures = Pictures(self._config, self._inputs.pairs, algorithm.pool)
+        self._log.begin()
         while algorithm.completed < settings.iterations:
             algorithm.train()
             last = algorithm.last
@@ -228,9 +229,6 @@ class _Trainer:
             late_skip_bias=policy.late_skip_bias,
             droppable=policy.droppable,
         )
-
-    def _report_teacher(self, finished: int, total: int) -> None:
-        self._log.message(f"full-compute embeddings of {finished}/{total} training pairs")
 
     def _save(self) -> None:
         assert self._algorithm is not None

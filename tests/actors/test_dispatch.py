@@ -76,13 +76,17 @@ def test_tasks_are_spread_and_collected() -> None:
 
 
 def test_calls_are_bounded_and_progress_is_told() -> None:
-    told: list[int] = []
+    told: list[list[int]] = []
     group = ScriptedGroup(2, double)
     done = make_pool(group).scatter(
-        "s", "m", {n: n for n in range(5)}, tasks_per_call=1, progress=told.append
+        "s",
+        "m",
+        {n: n for n in range(5)},
+        tasks_per_call=1,
+        progress=lambda finished: told.append(sorted(finished)),
     )
     assert results(done) == {n: 2 * n for n in range(5)}
-    assert told == [2, 4, 5]
+    assert told == [[0, 1], [2, 3], [4]]
 
 
 def test_tasks_of_a_dead_worker_go_to_the_others() -> None:

@@ -1,17 +1,19 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from rlcompute.actors.dispatch import Done
 from rlcompute.actors.engine import RolloutEngine
 from rlcompute.actors.teacher import CHUNK_PAIRS, cache_path, teacher_bank
 from rlcompute.config import Config
+from rlcompute.envs.reward import TeacherBank
 from tests.actors.tiny_run import make_config, make_pairs
 
 PAIRS = sorted(make_pairs(10), key=lambda pair: pair.id)
@@ -25,28 +27,31 @@ class LocalPool:
         self.tasks = 0
 
     def scatter(
-        self, stage: str, method: str, tasks: dict[int, Any], *, progress: Callable[[int], None], **_: Any
+        self,
+        stage: str,
+        method: str,
+        tasks: dict[int, Any],
+        *,
+        progress: Callable[[Iterable[int]], None],
+        **_: Any,
     ) -> dict[int, Done]:
         self.tasks += len(tasks)
-        progress(len(tasks))
+        progress(tasks)
         return {number: Done(1, self.engine.full_embeddings(task)) for number, task in tasks.items()}
 
 
-def bank_of(config: Config, pool: LocalPool, told: list[tuple[int, int]] | None = None) -> Any:
-    def tell(finished: int, total: int) -> None:
-        (told if told is not None else []).append((finished, total))
-
-    return teacher_bank(config, PAIRS, "hash", pool, progress=tell)  # type: ignore[arg-type]
+def bank_of(config: Config, pool: LocalPool) -> TeacherBank:
+    return teacher_bank(config, PAIRS, "hash", pool)  # type: ignore[arg-type]
 
 
 def test_bank_rows_are_the_pairs_and_the_second_run_reads_the_cache(
-    engine: RolloutEngine, inputs: Path, tmp_path: Path
+    engine: RolloutEngine, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(inputs, tmp_path, "x")
-    pool, told = LocalPool(engine), []
-    bank = bank_of(config, pool, told)
+    pool = LocalPool(engine)
+    bank = bank_of(config, pool)
     assert pool.tasks == -(-len(PAIRS) // CHUNK_PAIRS)
-    assert told[-1] == (len(PAIRS), len(PAIRS))
+    assert f"full-compute embeddings {len(PAIRS)}/{len(PAIRS)}" in capsys.readouterr().err
     for row in (0, 7, len(PAIRS) - 1):
         alone = engine.full_embeddings([PAIRS[row]])
         np.testing.assert_allclose(bank.query_Md[row], alone[0, 0], atol=2e-6)
