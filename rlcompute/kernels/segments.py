@@ -27,12 +27,6 @@ def segment_lengths(cu_seqlens: Tensor) -> list[int]:
     return lengths
 
 
-def segment_ids(cu_seqlens: Tensor) -> Tensor:
-    """Segment of every token: int64 ``[T]``, on the device of ``cu_seqlens``."""
-    lengths = cu_seqlens.diff()
-    return torch.repeat_interleave(torch.arange(len(lengths), device=cu_seqlens.device), lengths)
-
-
 def positions_in_segment(cu_seqlens: Tensor) -> Tensor:
     """Position of every token inside its segment: int64 ``[T]``."""
     lengths = cu_seqlens.diff()

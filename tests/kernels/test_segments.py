@@ -7,15 +7,13 @@ from rlcompute.kernels.segments import (
     length_buckets,
     padded_layout,
     positions_in_segment,
-    segment_ids,
 )
 from tests.kernels.packs import offsets, short_packs
 
 
 @given(lengths=short_packs)
 @settings(max_examples=40, deadline=None)
-def test_ids_and_positions(lengths):
-    assert segment_ids(offsets(lengths)).tolist() == [s for s, n in enumerate(lengths) for _ in range(n)]
+def test_positions(lengths):
     assert positions_in_segment(offsets(lengths)).tolist() == [i for n in lengths for i in range(n)]
 
 
