@@ -83,6 +83,26 @@ def wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:
     raise TimeoutError("the Ray head did not come up")
 
 
+def submit(head: Head, repository: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Submits and waits for the job; a head answers a little before it can take jobs."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        submitted = subprocess.run(
+            [
+                *ray_command("job", "submit", f"--address={head.dashboard}", "--working-dir=."),
+                *("--runtime-env=configs/runtime_env.yaml", "--", *command),
+            ],
+            cwd=repository,
+            env=head.environment,
+            capture_output=True,
+            text=True,
+            timeout=JOB_TIMEOUT_S,
+        )
+        if "No available agent" not in submitted.stderr or time.monotonic() > deadline:
+            return submitted
+        time.sleep(1.0)
+
+
 def test_smoke_run_as_a_submitted_job(head: Head, inputs: Path, tmp_path: Path, repository: Path) -> None:
     overrides = [
         f"run.dir={tmp_path / 'runs'}",
@@ -90,18 +110,8 @@ def test_smoke_run_as_a_submitted_job(head: Head, inputs: Path, tmp_path: Path, 
         f"data.test={inputs / 'test.parquet'}",
         f"backbone.path={inputs / 'checkpoint'}",
     ]
-    submitted = subprocess.run(
-        [
-            *ray_command("job", "submit", f"--address={head.dashboard}", "--working-dir=."),
-            "--runtime-env=configs/runtime_env.yaml",
-            *("--", "python", "-m", "rlcompute", "train", "--config", "configs/smoke.yaml", *overrides),
-        ],
-        cwd=repository,
-        env=head.environment,
-        capture_output=True,
-        text=True,
-        timeout=JOB_TIMEOUT_S,
-    )
+    train = ("python", "-m", "rlcompute", "train", "--config", "configs/smoke.yaml")
+    submitted = submit(head, repository, *train, *overrides)
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     assert "training 3/3" in submitted.stdout
     assert (tmp_path / "runs" / "smoke" / "export" / "gates.safetensors").is_file()
