@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ray
+from ray.util.placement_group import placement_group, remove_placement_group
 
 from rlcompute.config import Config
-from rlcompute.errors import ConfigError
+from rlcompute.errors import ConfigError, StageTimeoutError
 
 LOCALHOST = "127.0.0.1"
 PRIVATE_SYSTEM_CONFIG = {"worker_niceness": 0}
@@ -58,10 +59,11 @@ def ray_session(config: Config) -> Iterator[None]:
 
     Raises:
         ConfigError: the given head does not answer, or the cluster is too small for the workers.
+        StageTimeoutError: the cluster is large enough, but others use it.
     """
     quieten_ray()
     if ray.is_initialized():
-        _check_size(config)
+        _reserve_workers(config)
         yield
         return
     address = head_address(config)
@@ -70,7 +72,7 @@ def ray_session(config: Config) -> Iterator[None]:
     else:
         _join(address)
     try:
-        _check_size(config)
+        _reserve_workers(config)
         yield
     finally:
         ray.shutdown()
@@ -99,14 +101,23 @@ def _join(address: str) -> None:
         ) from error
 
 
-def _check_size(config: Config) -> None:
-    resources = ray.cluster_resources()
-    needs = {"CPU": config.ray.num_workers}
-    if config.backbone.device == "cuda":
-        needs["GPU"] = config.ray.num_workers
-    for kind, needed in needs.items():
-        if resources.get(kind, 0) < needed:
+def _reserve_workers(config: Config) -> None:
+    """Checks that the workers fit, and waits until they do: RLlib would wait for room without a deadline."""
+    bundle = {"CPU": 1.0} | ({"GPU": 1.0} if config.backbone.device == "cuda" else {})
+    workers, resources = config.ray.num_workers, ray.cluster_resources()
+    for kind, each in bundle.items():
+        if resources.get(kind, 0) < each * workers:
             raise ConfigError(
-                f"ray.num_workers={config.ray.num_workers} needs {needed} {kind}s, but the Ray cluster has "
+                f"ray.num_workers={workers} needs {each * workers:g} {kind}s, but the Ray cluster has "
                 f"{resources.get(kind, 0):g}: lower ray.num_workers or add nodes"
             )
+    group = placement_group([bundle] * workers)
+    try:
+        if not group.wait(timeout_seconds=config.ray.stage_timeout_s):
+            raise StageTimeoutError(
+                f"stage 'placement': {workers} workers found no room for {config.ray.stage_timeout_s:g} s; the "
+                f"cluster has {resources.get('CPU', 0):g} CPUs and {resources.get('GPU', 0):g} GPUs, and others are using "
+                "them. Wait for them, lower ray.num_workers, or raise ray.stage_timeout_s"
+            )
+    finally:
+        remove_placement_group(group)

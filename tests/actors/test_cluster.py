@@ -7,7 +7,7 @@ import pytest
 import ray
 
 from rlcompute.actors import cluster, train
-from rlcompute.errors import ConfigError
+from rlcompute.errors import ConfigError, StageTimeoutError
 from tests.actors.tiny_run import make_config
 
 
@@ -70,4 +70,21 @@ def test_more_workers_than_the_cluster_has_cpus_are_refused(inputs: Path, tmp_pa
     )
     with pytest.raises(ConfigError, match="needs 3 CPUs, but the Ray cluster has 2"):
         train.run(config, resume=False)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_a_cluster_that_others_use_is_a_timeout(inputs: Path, tmp_path: Path) -> None:
+    @ray.remote(num_cpus=1)
+    class Other:
+        def ready(self) -> bool:
+            return True
+
+    other = Other.remote()  # type: ignore[attr-defined]
+    ray.get(other.ready.remote())
+    config = make_config(inputs, tmp_path, "busy", ray={"num_workers": 2, "stage_timeout_s": 1.0})
+    with pytest.raises(StageTimeoutError, match="stage 'placement': 2 workers found no room"):
+        train.run(config, resume=False)
+    ray.kill(other)
     assert not list(tmp_path.iterdir())
