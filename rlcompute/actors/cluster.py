@@ -115,9 +115,9 @@ def _reserve_workers(config: Config) -> None:
     try:
         if not group.wait(timeout_seconds=config.ray.stage_timeout_s):
             raise StageTimeoutError(
-                f"stage 'placement': {workers} workers found no room for {config.ray.stage_timeout_s:g} s; the "
-                f"cluster has {resources.get('CPU', 0):g} CPUs and {resources.get('GPU', 0):g} GPUs, and others are using "
-                "them. Wait for them, lower ray.num_workers, or raise ray.stage_timeout_s"
+                f"stage 'placement': {workers} workers found no room for {config.ray.stage_timeout_s:g} s; others use "
+                f"the cluster's {resources.get('CPU', 0):g} CPUs and {resources.get('GPU', 0):g} GPUs. Wait for them, "
+                "lower ray.num_workers, or raise ray.stage_timeout_s"
             )
     finally:
         remove_placement_group(group)

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from rlcompute.actors.algorithm import GRPO, GRPOConfig
+from rlcompute.actors.algorithm import GRPO
+from rlcompute.actors.algorithm_config import GRPOConfig
 from rlcompute.actors.batches import BatchPlan
 from rlcompute.actors.checkpoints import Checkpoint, TrainerState, load_checkpoint, save_checkpoint
 from rlcompute.actors.cluster import check_port, ray_session
@@ -171,7 +172,7 @@ class _Trainer:
             hidden_size=inputs.shape.hidden,
             log_folder=self._log.folder.logs,
         )
-        algorithm = grpo_config.build_algo()
+        algorithm = GRPO(config=grpo_config)
         self._algorithm = algorithm
         loaded = algorithm.start()
         if loaded != inputs.backbone["hash"]:

@@ -12,7 +12,7 @@ import torch
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.env import INPUT_ENV_SPACES
 
-from rlcompute.actors.algorithm import GRPOConfig
+from rlcompute.actors.algorithm_config import GRPOConfig
 from rlcompute.actors.engine import RolloutEngine
 from rlcompute.actors.learner import (
     ADAM_BETAS,
