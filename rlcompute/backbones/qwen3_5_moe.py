@@ -130,9 +130,12 @@ class _GatedDeltaNet:
 
     def _project(self, core_TVD: Tensor, z_TVD: Tensor) -> Tensor:
         m, dtype = self.module, core_TVD.dtype
-        wide = torch.promote_types(dtype, torch.float32)
-        normed = F.rms_norm(core_TVD.to(wide), (m.head_v_dim,), None, m.norm.variance_epsilon).to(dtype)
-        gated = (m.norm.weight * normed).to(wide) * F.silu(z_TVD.to(wide))
+        wide, shape, eps = torch.promote_types(dtype, torch.float32), (m.head_v_dim,), m.norm.variance_epsilon
+        if dtype == wide:
+            gated = F.rms_norm(core_TVD, shape, m.norm.weight, eps) * F.silu(z_TVD)
+        else:  # transformers rounds between norm, weight and gate
+            normed = F.rms_norm(core_TVD.to(wide), shape, None, eps).to(dtype)
+            gated = (m.norm.weight * normed).to(wide) * F.silu(z_TVD.to(wide))
         out: Tensor = m.out_proj(gated.to(dtype).flatten(1))
         return out
 
