@@ -143,7 +143,7 @@ def align_vision(
 
     The language model is left out. Each visual token is classified by its dot product with the (frozen, rescaled)
     mean token embedding of each concept's English name. Without this stage the contrastive loss starts from
-    visual tokens that mean nothing and finds no signal in an hour on a CPU.
+    visual tokens that mean nothing, and finds its signal far more slowly.
     """
     table = model.get_input_embeddings().weight
     norm = 0.5 * table.shape[1] ** 0.5
