@@ -58,6 +58,8 @@ def head(tmp_path: Path) -> Iterator[Head]:
                 *command,
                 f"--port={free_port()}",
                 f"--dashboard-port={port}",
+                # Jobs go to the agent, whose default port another cluster on this machine may have.
+                f"--dashboard-agent-listen-port={free_port()}",
                 # Unix sockets live below it, so its path must be short.
                 f"--temp-dir={session}",
             ],
