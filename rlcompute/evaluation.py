@@ -1,7 +1,8 @@
 """Accuracy, compute and time of policies on held-out pairs, in one table and one file.
 
-    pairs -> inputs -> pass 1: full, grpo, uniform_topk (shared vision features)
-                       pass 2: random, at the executed FLOPs that pass 1 found for grpo
+    pairs -> inputs -> pass 1: full, grpo (shared vision features)
+                       pass 2: random, at the executed FLOPs that pass 1 found for grpo, and uniform_topk, with
+                               the k whose FLOPs come nearest to them
                     -> ranks in galleries, FLOPs as shares of full compute, bootstrap intervals
     a few pairs     -> clock: all policies in turn on the same batches
                     -> table, evaluation.json, evaluation.png
@@ -33,9 +34,18 @@ from rlcompute.demo import CHECKPOINT
 from rlcompute.errors import ConfigError, DataError
 from rlcompute.evaluation_report import Outcome
 from rlcompute.metrics import gallery_ranks, pairs_used
-from rlcompute.passes import Contender, InputBatches, InputFacts, Item, Measured, clock, measure, random_like
+from rlcompute.passes import (
+    Contender,
+    InputBatches,
+    InputFacts,
+    Item,
+    Measured,
+    clock,
+    measure,
+    random_like,
+    uniform_like,
+)
 from rlcompute.plots import accuracy_against_compute, write_png
-from rlcompute.policies.baselines import UniformTopK
 from rlcompute.policies.checkpoint import SavedGates, check_backbone, load_gates
 from rlcompute.policies.gates import GreedyGates
 
@@ -82,6 +92,7 @@ def run(config: Config, gates: Path | None, out: Path) -> dict[str, Any]:
         facts=facts,
         measured=measured,
         ranks={name: _ranks(result, pairs, settings.gallery) for name, result in measured.items()},
+        parameters={contender.name: contender.parameters for contender in contenders},
         rates=clock(backbone, _timing_items(config, pairs), contenders, settings.batch_size),
         bootstrap_samples=settings.bootstrap_samples,
         seed=config.run.seed,
@@ -165,20 +176,23 @@ def _measure_all(
     if saved is not None:
         greedy = GreedyGates(saved.heads.to(device=backbone.device))
         contenders.append(Contender("grpo", lambda names: greedy))
-    if "uniform_topk" in settings.policies:
-        half = UniformTopK(max(1, backbone.top_k // 2), backbone.top_k)
-        contenders.append(Contender("uniform_topk", lambda names: half))
     items = _items([pair for group in pairs.values() for pair in group])
     batches = InputBatches(backbone, items, settings.batch_size)
     facts, measured = measure(backbone, batches, contenders, "evaluating")
+    controls = []
     if saved is not None and "random" in settings.policies:
-        random = random_like(backbone, facts, measured["grpo"], saved.heads.droppable, config.run.seed)
-        _, extra = measure(backbone, batches, [random], "evaluating random")
-        contenders.append(random)
-        measured |= extra
+        controls.append(
+            random_like(backbone, facts, measured["grpo"], saved.heads.droppable, config.run.seed)
+        )
+    if "uniform_topk" in settings.policies:
+        controls.append(uniform_like(backbone, facts, measured.get("grpo")))
+    if controls:
+        measured |= measure(backbone, batches, controls, "evaluating controls")[1]
+    if "random" in measured:
         ratio = float(measured["random"].executed_S.sum() / measured["grpo"].executed_S.sum())
         if abs(ratio - 1.0) > RANDOM_TOLERANCE:
             logger.warning("random executes %.1f %% of grpo's FLOPs: the sample is too small", 100.0 * ratio)
+    contenders += controls
     return contenders, facts, measured
 
 

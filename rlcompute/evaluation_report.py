@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ class Outcome:
         facts: of the inputs.
         measured: by policy name; ``full`` is always there.
         ranks: by policy name and modality, from 0.
+        parameters: what was chosen for a policy here, by policy name.
         rates: inputs (queries or targets) a second by policy name.
         bootstrap_samples, seed: for the intervals.
     """
@@ -47,6 +48,7 @@ class Outcome:
     facts: InputFacts
     measured: dict[str, Measured]
     ranks: dict[str, dict[str, npt.NDArray[np.int64]]]
+    parameters: dict[str, Mapping[str, float]]
     rates: dict[str, float]
     bootstrap_samples: int
     seed: int
@@ -89,6 +91,7 @@ def _entry(outcome: Outcome, name: str) -> dict[str, Any]:
     saved = savings["executed_saved"]
     return {
         "name": name,
+        "parameters": dict(outcome.parameters[name]),
         "mean_recall_at_1": outcome.mean_recall_at_1(name),
         "delta_vs_full": {
             "mean": float(np.mean([x.mean() for x in differences])),
@@ -169,11 +172,16 @@ def tables(content: dict[str, Any]) -> Group:
     return Group(f"{content['suite']}\n{content['backbone']}", accuracy, compute)
 
 
+def _label(entry: dict[str, Any]) -> str:
+    chosen = ", ".join(f"{name} {value:.3g}" for name, value in entry["parameters"].items())
+    return f"{entry['name']} ({chosen})" if chosen else str(entry["name"])
+
+
 def _accuracy_cells(entry: dict[str, Any]) -> list[str]:
     delta, by_modality = entry["delta_vs_full"], entry["modalities"].values()
     low, high = delta["ci95"]
     return [
-        entry["name"],
+        _label(entry),
         f"{entry['mean_recall_at_1']:.1f}",
         f"{delta['mean']:+.2f} [{low:+.2f}, {high:+.2f}]",
         *(f"{x['recall_at_1']:.1f}" for x in by_modality),
@@ -184,7 +192,7 @@ def _accuracy_cells(entry: dict[str, Any]) -> list[str]:
 def _compute_cells(entry: dict[str, Any]) -> list[str]:
     columns = ("lm_executed_saved", "executed_saved", "logical_saved", "hardware_saved")
     return [
-        entry["name"],
+        _label(entry),
         *(f"{100 * entry['flops'][key]:.1f}" for key in columns),
         f"{entry['queries_per_second']:.0f}",
         f"{entry['speedup']:.2f}",

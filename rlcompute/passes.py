@@ -7,8 +7,8 @@ Shape legend: N layers, S inputs, d embedding size.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from rlcompute.decision import Policy
 from rlcompute.encoder import encode
 from rlcompute.flops import FlopModel
 from rlcompute.pack import TEXT, EmbeddedInput
-from rlcompute.policies.baselines import RandomActions
+from rlcompute.policies.baselines import RandomActions, UniformTopK
 from rlcompute.policies.draws import as_keys, rollout_key
 from rlcompute.policies.gates import Droppable
 from rlcompute.preprocess import ModelInput
@@ -48,10 +48,14 @@ class Item:
 
 @dataclass(frozen=True)
 class Contender:
-    """A policy by name; ``make`` builds it for a pack of inputs with the given names."""
+    """A policy by name; ``make`` builds it for a pack of inputs with the given names.
+
+    ``parameters`` are what was chosen for it here, such as the probabilities of the random control.
+    """
 
     name: str
     make: Callable[[Sequence[str]], Policy]
+    parameters: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -246,7 +250,24 @@ def random_like(
             keys, skip=chosen_skip, drop=chosen_drop, droppable=droppable, num_layers=backbone.num_layers
         )
 
-    return Contender("random", make)
+    return Contender("random", make, {"skip": chosen_skip, "drop": chosen_drop})
+
+
+def uniform_like(backbone: Backbone, facts: InputFacts, reference: Measured | None) -> Contender:
+    """UniformTopK with the k whose executed FLOPs come nearest to ``reference``'s; half of all if None."""
+    flops, top_k = FlopModel(backbone), backbone.top_k
+    chosen = max(1, top_k // 2)
+    if reference is not None:
+        full = flops.full_trace(facts.lengths_S)
+        wanted = float(reference.executed_S.sum())
+
+        def distance(k: int) -> float:
+            executed = flops.executed(replace(full, rows_NS=full.decided_NS * k))
+            return abs(float(executed.sum()) - wanted)
+
+        chosen = min(range(1, top_k + 1), key=distance)
+    policy = UniformTopK(chosen, top_k)
+    return Contender("uniform_topk", lambda names: policy, {"k": chosen})
 
 
 def _expected_trace(

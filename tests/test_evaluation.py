@@ -89,7 +89,7 @@ def test_the_file_has_exactly_the_documented_keys(folder: Path, result: dict[str
     assert [entry["name"] for entry in content["policies"]] == ["full", "grpo", "random", "uniform_topk"]
     for entry in content["policies"]:
         assert set(entry) == {
-            *("name", "mean_recall_at_1", "delta_vs_full", "modalities", "flops"),
+            *("name", "parameters", "mean_recall_at_1", "delta_vs_full", "modalities", "flops"),
             *("queries_per_second", "speedup", "conversion"),
         }
         assert set(entry["delta_vs_full"]) == {"mean", "ci95"}
@@ -126,7 +126,8 @@ def test_figures_fit_each_other(result: dict[str, Any]) -> None:
         saved = entry["flops"]["executed_saved"]
         if saved > 0:
             # The vision tower cannot be saved, so the whole forward saves a smaller share than the model
-            # alone. sert saved < entry["flops"]["lm_executed_saved"]
+            # alone.
+            assert saved < entry["flops"]["lm_executed_saved"]
             assert entry["conversion"] == pytest.approx((1 - 1 / entry["speedup"]) / saved)
     assert entries["grpo"]["flops"]["executed_saved"] > 0.05
     spent = {name: 1 - entries[name]["flops"]["lm_executed_saved"] for name in ("random", "grpo")}

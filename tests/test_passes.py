@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,17 @@ from rlcompute.data.schema import Side
 from rlcompute.decision import Full
 from rlcompute.encoder import encode
 from rlcompute.flops import FlopModel
-from rlcompute.passes import TILE, Contender, InputBatches, Item, Measured, clock, measure, random_like
+from rlcompute.passes import (
+    TILE,
+    Contender,
+    InputBatches,
+    Item,
+    Measured,
+    clock,
+    measure,
+    random_like,
+    uniform_like,
+)
 from rlcompute.policies.baselines import RandomActions, UniformTopK
 from rlcompute.policies.draws import as_keys, rollout_key
 from rlcompute.policies.gates import Droppable
@@ -132,6 +144,22 @@ def test_random_of_full_compute_is_full_compute(backbone: Backbone) -> None:
     control = random_like(backbone, facts, measured["full"], "all", seed=1)
     _, result = measure(backbone, InputBatches(backbone, items, 4), [control], label="test")
     np.testing.assert_array_equal(result["random"].executed_S, measured["full"].executed_S)
+
+
+def test_uniform_control_takes_the_nearest_k(backbone: Backbone) -> None:
+    items = make_items(6)
+    batches = InputBatches(backbone, items, 6)
+    tops = [
+        Contender(str(k), lambda names, k=k: UniformTopK(k, backbone.top_k))
+        for k in range(1, backbone.top_k + 1)
+    ]
+    facts, measured = measure(backbone, batches, [FULL, *tops], label="test")
+    for name, result in measured.items():
+        expected = backbone.top_k if name == "full" else int(name)
+        assert uniform_like(backbone, facts, result).parameters == {"k": expected}
+    less_than_one_expert = replace(measured["1"], executed_S=0.1 * measured["1"].executed_S)
+    assert uniform_like(backbone, facts, less_than_one_expert).parameters == {"k": 1}
+    assert uniform_like(backbone, facts, None).parameters == {"k": max(1, backbone.top_k // 2)}
 
 
 def test_clock_times_every_policy_on_every_input(backbone: Backbone) -> None:
