@@ -105,7 +105,7 @@ class RewardConfig(Section):
         description="Smallest recall allowed, as a share of the teacher's recall in the same gallery, per task.",
     )
     distill_weight: NonNegative = Field(
-        0.2, description="Weight of the cosine to the full-compute embedding in the reward."
+        0.5, description="Weight of the cosine to the full-compute embedding in the reward."
     )
     negative_temperature: Positive = Field(
         0.05, description="Temperature of the softmax that weights the negatives' similarities."
@@ -126,12 +126,12 @@ class RewardConfig(Section):
 class ControllerConfig(Section):
     """The PI controller that moves the efficiency coefficient λ towards the target saving."""
 
-    kp: NonNegative = Field(2.0, description="Proportional gain (λ per unit of missing saving).")
-    ki: NonNegative = Field(0.15, description="Integral gain (λ per unit of missing saving and iteration).")
-    start_lambda: float = Field(0.3, description="Integral part of λ at the first iteration.")
+    kp: NonNegative = Field(1.0, description="Proportional gain (λ per unit of missing saving).")
+    ki: NonNegative = Field(0.03, description="Integral gain (λ per unit of missing saving and iteration).")
+    start_lambda: float = Field(0.1, description="Integral part of λ at the first iteration.")
     min_lambda: float = Field(-1.0, description="Smallest λ; a negative one pays for compute.")
     ramp_fraction: Fraction = Field(
-        0.5,
+        0.6,
         description="Share of the iterations over which the target rises from `ramp_start` to its final value.",
     )
     ramp_start: Fraction = Field(0.1, description="Target saving at the first iteration (share of FLOPs).")

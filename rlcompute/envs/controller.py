@@ -51,12 +51,12 @@ class ControllerSettings:
     target_flops_saved: float
     recall_floor: float
     iterations: int
-    kp: float = 2.0
-    ki: float = 0.15
-    start_lambda: float = 0.3
-    min_lambda: float = -1.0
-    ramp_fraction: float = 0.5
-    ramp_start: float = 0.10
+    kp: float
+    ki: float
+    start_lambda: float
+    min_lambda: float
+    ramp_fraction: float
+    ramp_start: float
 
     def __post_init__(self) -> None:
         if not 0.0 < self.target_flops_saved < 1.0:

@@ -48,10 +48,25 @@ class Plant:
         return float(np.mean(list(self.saving.values())))
 
 
+def settings(target: float, floor: float, iterations: int) -> ControllerSettings:
+    """Gains that suit the simulated plant."""
+    return ControllerSettings(
+        target_flops_saved=target,
+        recall_floor=floor,
+        iterations=iterations,
+        kp=2.0,
+        ki=0.15,
+        start_lambda=0.3,
+        min_lambda=-1.0,
+        ramp_fraction=0.5,
+        ramp_start=0.1,
+    )
+
+
 def simulate(
     plant: Plant, target: float, floor: float = 0.0, iterations: int = 150, hold: int = 0
 ) -> list[float]:
-    controller = LambdaController(ControllerSettings(target, floor, iterations))
+    controller = LambdaController(settings(target, floor, iterations))
     path = []
     for _ in range(iterations + hold):
         plant.step(controller)
@@ -68,7 +83,7 @@ def test_reaches_the_target_without_overshoot(target: float, noise: float) -> No
 
 
 def test_follows_the_ramp() -> None:
-    controller = LambdaController(ControllerSettings(0.5, 0.9, 100))
+    controller = LambdaController(settings(0.5, 0.9, 100))
     targets = []
     for _ in range(100):
         targets.append(controller.target)
@@ -98,7 +113,7 @@ def test_recall_wins_where_target_and_floor_exclude_each_other() -> None:
 
 
 def test_a_penalty_goes_away_when_recall_recovers() -> None:
-    controller = LambdaController(ControllerSettings(0.4, 0.95, 10))
+    controller = LambdaController(settings(0.4, 0.95, 10))
     for _ in range(40):
         controller.update(0.4, {"a": 0.8, "b": 1.0}, {"a": 1.0, "b": 1.0})
     assert controller.lambda_for("a") < controller.lambda_for("b")
@@ -108,7 +123,7 @@ def test_a_penalty_goes_away_when_recall_recovers() -> None:
 
 
 def test_floor_and_bounds_of_lambda() -> None:
-    controller = LambdaController(ControllerSettings(0.2, 0.95, 10))
+    controller = LambdaController(settings(0.2, 0.95, 10))
     for _ in range(200):
         controller.update(0.9, {"a": 0.1}, {"a": 1.0})
     assert controller.lambda_for("a") == controller.lambda_for("unseen") == -1.0
@@ -120,13 +135,13 @@ def test_floor_and_bounds_of_lambda() -> None:
 
 
 def test_recall_without_a_teacher_to_compare_with_is_no_deficit() -> None:
-    controller = LambdaController(ControllerSettings(0.4, 0.95, 10))
+    controller = LambdaController(settings(0.4, 0.95, 10))
     controller.update(0.1, {"a": 0.0}, {"a": 0.0})
     assert controller.lambda_for("a") == controller.lambda_for("unseen")
 
 
 def test_state_round_trips_through_json_and_continues_identically() -> None:
-    first, second = (LambdaController(ControllerSettings(0.5, 0.97, 60)) for _ in range(2))
+    first, second = (LambdaController(settings(0.5, 0.97, 60)) for _ in range(2))
     one, two = (Plant({"a": 0.1, "b": 0.6}, noise=0.01) for _ in range(2))
     for _ in range(40):
         one.step(first)
@@ -142,7 +157,7 @@ def test_state_round_trips_through_json_and_continues_identically() -> None:
 
 
 def test_load_refuses_another_shape_of_state() -> None:
-    controller = LambdaController(ControllerSettings(0.5, 0.9, 10))
+    controller = LambdaController(settings(0.5, 0.9, 10))
     state = controller.state()
     del state["integral"]
     with pytest.raises(CheckpointError, match="controller state"):
@@ -152,9 +167,9 @@ def test_load_refuses_another_shape_of_state() -> None:
 @pytest.mark.parametrize("target", [0.0, 1.0, 1.2, -0.3, math.nan])
 def test_target_outside_the_unit_interval(target: float) -> None:
     with pytest.raises(ConfigError, match="target_flops_saved"):
-        ControllerSettings(target, 0.9, 10)
+        settings(target, 0.9, 10)
 
 
 def test_recall_floor_outside_the_unit_interval() -> None:
     with pytest.raises(ConfigError, match="recall_floor"):
-        ControllerSettings(0.5, 97.0, 10)
+        settings(0.5, 97.0, 10)
