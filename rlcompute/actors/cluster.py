@@ -15,6 +15,7 @@ from rlcompute.config import Config
 from rlcompute.errors import ConfigError, StageTimeoutError
 
 LOCALHOST = "127.0.0.1"
+CONNECT_TIMEOUT_S = 5.0
 PRIVATE_SYSTEM_CONFIG = {"worker_niceness": 0}
 """On a machine of its own a run's workers are the main job. Ray's default niceness of 15 is for nodes whose raylet must
 stay responsive to others, and lets any other load on the machine starve them."""
@@ -93,12 +94,20 @@ def _start_private(config: Config) -> None:
 
 def _join(address: str) -> None:
     try:
+        _check_listening(address)
         ray.init(address=address, logging_level=logging.WARNING)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"no Ray head answers at {address!r} (from ray.address or RAY_ADDRESS): {error}. Start one with "
             "`ray start --head`, or unset both to use a private local cluster"
         ) from error
+
+
+def _check_listening(address: str) -> None:
+    """Raises OSError if nothing listens at ``host:port``, which Ray would find out only after ten minutes of trying."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():  # not "auto", which Ray resolves itself
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
 
 
 def _reserve_workers(config: Config) -> None:

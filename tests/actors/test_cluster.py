@@ -52,9 +52,26 @@ def test_a_head_that_does_not_answer_is_named(
         raise ConnectionError("no GCS there")
 
     monkeypatch.setattr(ray, "init", refuse)
-    config = make_config(inputs, tmp_path, "head", ray={"address": "127.0.0.1:1"})
-    with pytest.raises(ConfigError, match=r"no Ray head answers at '127.0.0.1:1'.*no GCS there"):
+    config = make_config(inputs, tmp_path, "head", ray={"address": "auto"})
+    with pytest.raises(ConfigError, match=r"no Ray head answers at 'auto'.*no GCS there"):
         train.run(config, resume=False)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("disconnected")
+def test_a_port_where_nothing_listens_is_refused_at_once(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**_: object) -> None:
+        raise AssertionError("ray.init would try for ten minutes")
+
+    monkeypatch.setattr(ray, "init", init)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # ours, and not listening
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        config = make_config(inputs, tmp_path, "head", ray={"address": address})
+        with pytest.raises(ConfigError, match=f"no Ray head answers at '{address}'"):
+            train.run(config, resume=False)
     assert not list(tmp_path.iterdir())
 
 
