@@ -21,6 +21,7 @@ Count = Annotated[int, Field(ge=1)]
 PolicyName = Literal["full", "grpo", "random", "uniform_topk"]
 
 DEMO_BACKBONE = "demo"
+"""Stands for the embedder that ships with the package wherever a backbone's path is asked for."""
 
 
 class Section(BaseModel):

@@ -17,6 +17,7 @@ from rlcompute.decision import Full, Policy
 from rlcompute.encoder import encode
 from rlcompute.policies.checkpoint import check_backbone, load_gates
 from rlcompute.policies.gates import GreedyGates
+from rlcompute.preprocess import DEFAULT_MAX_TOKENS
 
 ImageLike = bytes | np.ndarray | Image.Image
 """Encoded bytes, uint8 RGB [H,W,3], or a Pillow image."""
@@ -96,10 +97,13 @@ class AdaptiveEmbedder:
 
         Raises:
             CheckpointError: gates or backbone are missing or damaged, or do not belong to each other.
+            ConfigError: the device is not there.
         """
         saved = load_gates(path)
         where = saved.backbone["path"] if backbone is None else backbone
-        loaded = load_backbone(where, dtype=dtype, device=device)
+        # Texts are cut where they were cut in training.
+        max_tokens = int(saved.extra.get("max_tokens", DEFAULT_MAX_TOKENS))
+        loaded = load_backbone(where, dtype=dtype, device=device, max_tokens=max_tokens)
         check_backbone(saved, path, loaded.hash, where)
         policy: Policy = Full() if full_compute else GreedyGates(saved.heads.to(device=device))
         return cls(loaded, policy)

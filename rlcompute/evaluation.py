@@ -27,10 +27,9 @@ from rich.console import Console
 from rlcompute import evaluation_report
 from rlcompute.backbones import load_backbone
 from rlcompute.backbones.base import Backbone
-from rlcompute.config import DEMO_BACKBONE, Config
+from rlcompute.config import Config
 from rlcompute.data.schema import MODALITIES, Pair, read_pairs
 from rlcompute.decision import Full
-from rlcompute.demo import CHECKPOINT
 from rlcompute.errors import ConfigError, DataError
 from rlcompute.evaluation_report import Outcome
 from rlcompute.metrics import gallery_ranks, pairs_used
@@ -80,7 +79,12 @@ def run(config: Config, gates: Path | None, out: Path) -> dict[str, Any]:
     settings = config.evaluation
     saved = _load_gates(config, gates)
     pairs = _sample(config)
-    backbone = _load_backbone(config)
+    backbone = load_backbone(
+        config.backbone.path,
+        dtype=config.backbone.dtype,
+        device=config.backbone.device,
+        max_tokens=config.data.max_tokens,
+    )
     if saved is not None and gates is not None:
         check_backbone(saved, gates, backbone.hash, backbone.path)
     contenders, facts, measured = _measure_all(config, backbone, pairs, saved)
@@ -122,14 +126,6 @@ def _load_gates(config: Config, gates: Path | None) -> SavedGates | None:
             "evaluation.policies has grpo, which needs gates: train first, or pass --gates FOLDER"
         )
     return load_gates(gates)
-
-
-def _load_backbone(config: Config) -> Backbone:
-    settings = config.backbone
-    path = CHECKPOINT if settings.path == DEMO_BACKBONE else Path(settings.path)
-    return load_backbone(
-        path, dtype=settings.dtype, device=settings.device, max_tokens=config.data.max_tokens
-    )
 
 
 def _sample(config: Config) -> dict[str, list[Pair]]:

@@ -13,8 +13,8 @@ from PIL import Image
 from rlcompute.backbones import load_backbone
 from rlcompute.data.schema import Side
 from rlcompute.embedder import AdaptiveEmbedder
-from rlcompute.errors import CheckpointError, DataError
-from rlcompute.policies.checkpoint import save_gates
+from rlcompute.errors import CheckpointError, ConfigError, DataError
+from rlcompute.policies.checkpoint import load_gates, save_gates
 from rlcompute.policies.gates import calibrate, init_heads
 from tests.inputs import every_modality, picture, transformers_embedding
 from tests.tiny import write_tiny_checkpoint
@@ -104,3 +104,20 @@ def test_another_backbone_is_refused(export: Path, tmp_path: Path) -> None:
     other = write_tiny_checkpoint(tmp_path, seed=1)
     with pytest.raises(CheckpointError, match="belong to backbone"):
         AdaptiveEmbedder.from_pretrained(export, backbone=other)
+
+
+def test_texts_are_cut_where_they_were_cut_in_training(export: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "short"
+    saved = load_gates(export)
+    folder.mkdir()
+    save_gates(folder, saved.heads, saved.backbone, {"max_tokens": 3})
+    short = AdaptiveEmbedder.from_pretrained(folder).encode(["one two three four", "one two three five"])
+    np.testing.assert_allclose(short[0], short[1], atol=1e-5)
+    full = AdaptiveEmbedder.from_pretrained(export).encode(["one two three four", "one two three five"])
+    assert np.abs(full[0] - full[1]).max() > 1e-4
+
+
+def test_a_missing_gpu_is_said(export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="no GPU"):
+        AdaptiveEmbedder.from_pretrained(export, device="cuda")

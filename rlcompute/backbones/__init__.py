@@ -8,18 +8,17 @@ from pathlib import Path
 import torch
 
 from rlcompute.backbones.base import Backbone
+from rlcompute.config import DEMO_BACKBONE
 from rlcompute.demo import CHECKPOINT
-from rlcompute.errors import CheckpointError
+from rlcompute.errors import CheckpointError, ConfigError
 from rlcompute.preprocess import DEFAULT_MAX_TOKENS, Preprocessor
 
 FAMILIES = ("qwen3_5_moe",)
-DEMO = "demo"
-"""Stands for the embedder that ships with the package wherever a backbone's path is asked for."""
 
 
 def resolve_path(path: str | Path) -> Path:
-    """The checkpoint folder that ``path`` means; :data:`DEMO` is the embedded one."""
-    return CHECKPOINT if str(path) == DEMO else Path(path)
+    """The checkpoint folder that ``path`` means; :data:`DEMO_BACKBONE` is the embedded one."""
+    return CHECKPOINT if str(path) == DEMO_BACKBONE else Path(path)
 
 
 def checkpoint_family(path: str | Path) -> str:
@@ -54,14 +53,19 @@ def load_backbone(
     """Load a frozen backbone from a local transformers checkpoint folder.
 
     Args:
-        path: the folder, or :data:`DEMO`; nothing is downloaded.
+        path: the folder, or :data:`DEMO_BACKBONE`; nothing is downloaded.
         dtype: a torch floating dtype by name.
         device: a torch device.
         max_tokens: longest text, in tokens.
 
     Raises:
         CheckpointError: see :func:`checkpoint_family`; also weights that are missing or do not fit the family.
+        ConfigError: the device is not there.
     """
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device {device!r} was asked for, but torch finds no GPU here: use cpu, or see `rlcompute doctor`"
+        )
     family = checkpoint_family(path)
     assert family == "qwen3_5_moe"
     from transformers import Qwen3_5MoeModel
