@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     A deliberate error becomes one message on standard error; with `RLCOMPUTE_DEBUG` set its traceback is shown.
     """
-    arguments = build_parser().parse_args(argv)
+    arguments = parse_arguments(argv)
     # Our own progress says what matters; transformers' bar for each loaded file only breaks up logs.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
@@ -56,6 +56,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"rlcompute {arguments.command}: interrupted", file=sys.stderr)
         return 130
     return code
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Arguments of one command; overrides may stand before and after options, which argparse alone does not accept."""
+    parser = build_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if any(text.startswith("-") for text in rest) or (rest and "overrides" not in arguments):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
 
 
 def positive(text: str) -> int:
