@@ -20,14 +20,13 @@ from rlcompute.config import Config
 from rlcompute.data import read_pairs
 from rlcompute.environment import GIB
 from rlcompute.errors import CheckpointError
+from rlcompute.policies.gates import NUM_ACTIONS
 from rlcompute.preprocess import Preprocessor
 
 SAMPLE_PAIRS_PER_TASK = 8
 PROCESS_BYTES = 0.6 * GIB  # a Python process that has imported torch, transformers and Ray
-LIVE_ACTIVATIONS = (
-    16  # hidden-sized tensors alive at the widest point of a layer, measured on the demo embedder
-)
-ACTIONS = 3
+LIVE_ACTIVATIONS = 16
+"""Hidden-sized tensors alive at the widest point of a layer, measured on the demo embedder."""
 
 Rows = list[tuple[str, str]]
 
@@ -111,9 +110,16 @@ def batch_rows(config: Config, tokens: Sequence[int]) -> Rows:
             f"{fmean(tokens):.0f} on average, {max(tokens)} at most ({len(tokens)} pairs sampled)",
         ),
         ("tokens per pack", f"{fmean(tokens) * copies:.0f} on average, {max(tokens) * copies} at most"),
-        ("gradient rows per update (one an input)", str(inputs)),
+        ("shipped to the learner", _shipped(config, micro_batches)),
         ("updates", f"{grpo.iterations * grpo.updates_per_batch} in {grpo.iterations} iterations"),
     ]
+
+
+def _shipped(config: Config, micro_batches: int) -> str:
+    """What one iteration sends to the learner."""
+    if config.grpo.updates_per_batch > 1:
+        return f"the decisions of {micro_batches} micro-batches, with their features"
+    return f"{micro_batches} gradients, one of each micro-batch"
 
 
 def placement_rows(config: Config) -> Rows:
@@ -139,24 +145,27 @@ def memory_rows(config: Config, shape: Shape, tokens_per_pair: int) -> Rows:
     pack_tokens = tokens_per_pair * grpo.micro_batch_pairs * grpo.rollouts
     activations = pack_tokens * shape.hidden * width * LIVE_ACTIVATIONS
     packs = -(-grpo.pairs_per_batch // grpo.micro_batch_pairs // config.ray.num_workers)
-    statistic = shape.layers * ACTIONS * (shape.hidden + 1) * 4
-    statistics = packs * 2 * grpo.micro_batch_pairs * grpo.rollouts * statistic
+    # Kept until the advantages are known: a statistic per rollout, or a feature row per decision.
+    kept, rows = "score statistics", 2 * grpo.micro_batch_pairs * grpo.rollouts * NUM_ACTIONS
+    if grpo.updates_per_batch > 1:
+        kept, rows = "features", pack_tokens
+    statistics = packs * rows * shape.layers * (shape.hidden + 1) * 4
     worker = weights + activations + statistics
     device = "on the GPU" if config.backbone.device == "cuda" else "with the process itself"
     total = worker + (0 if config.backbone.device == "cuda" else PROCESS_BYTES)
-    rows = [
+    table = [
         ("backbone weights, a worker", f"{_size(weights)} ({shape.parameters / 1e6:.1f} M parameters)"),
         ("activations of one pack, a worker", f"{_size(activations)} ({pack_tokens} tokens)"),
-        ("score statistics kept, a worker", _size(statistics)),
+        (f"{kept} kept, a worker", _size(statistics)),
         (f"a worker in all, {device}", _size(total)),
     ]
     if config.backbone.device == "cpu":
         everything = total * config.ray.num_workers + PROCESS_BYTES
-        rows.append(("workers and driver", _size(everything)))
+        table.append(("workers and driver", _size(everything)))
     available = environment.memory_bytes().get("available")
     if available is not None:
-        rows.append(("available on this machine", _size(available)))
-    return rows
+        table.append(("available on this machine", _size(available)))
+    return table
 
 
 def _size(size: float) -> str:

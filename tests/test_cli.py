@@ -151,7 +151,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(
     assert rows["micro-batches"] == "2 of 2 pairs"
     assert rows["segments per pack"] == "8"
     assert rows["tokens per pack"].endswith(f" {longest * 4} at most")
-    assert rows["gradient rows per update (one an input)"] == "8"
+    assert rows["shipped to the learner"] == "2 gradients, one of each micro-batch"
     assert rows["rollout workers"] == "1 on cpu, one CPU each"
     parameters = sum(p.numel() for p in backbone.model.parameters())
     assert f"({parameters / 1e6:.1f} M parameters)" in rows["backbone weights, a worker"]
