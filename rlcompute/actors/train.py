@@ -133,7 +133,8 @@ def check(config: Config, *, resume: bool) -> Inputs:
     pairs = sorted(pair_set.pairs, key=lambda pair: pair.id)
     plan = BatchPlan(pairs, seed=config.run.seed, pairs_per_batch=config.grpo.pairs_per_batch)
     smallest_task = min(sum(pair.task == task for pair in pairs) for task in plan.tasks)
-    bank_size = smallest_task if config.reward.bank else 0
+    # The bank also holds the pair itself, which is no negative.
+    bank_size = smallest_task - 1 if config.reward.bank else 0
     check_negatives(config.reward.negatives, config.grpo.pairs_per_batch, config.grpo.rollouts, bank_size)
     return Inputs(pairs, pair_set.skipped, plan, folder, backbone, shape, initial, checkpoint)
 

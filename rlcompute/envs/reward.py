@@ -66,7 +66,8 @@ class RolloutBatch:
     Attributes:
         query_BGd, target_BGd: float [B, G, d], unit-norm embeddings of the rollouts.
         teacher_query_Bd, teacher_target_Bd: float [B, d], full-compute embeddings.
-        query_saved_BG, target_saved_BG: float [B, G], S, saved fraction of the full forward's FLOPs.
+        query_saved_BG, target_saved_BG: float [B, G], S, saved fraction of the language model's executed
+            FLOPs.
         tasks, target_ids: B strings each; pairs with equal target id have interchangeable targets.
     """
 
@@ -172,7 +173,7 @@ def check_negatives(negatives: int | None, pairs: int, rollouts: int, bank_size:
     Args:
         negatives: ``reward.negatives``.
         pairs, rollouts: pairs a batch and rollouts a pair.
-        bank_size: rows of the bank that belong to the task with the fewest.
+        bank_size: rows of the bank that other pairs of a task have, in the task with the fewest.
 
     Raises:
         ConfigError: the gallery has none, or fewer than asked.

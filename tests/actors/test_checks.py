@@ -61,7 +61,13 @@ def test_undecodable_image_is_an_error_or_skipped(inputs: Path, tmp_path: Path) 
 
 def test_more_negatives_than_there_are(inputs: Path, tmp_path: Path) -> None:
     config = make_config(inputs, tmp_path, "x", reward={"negatives": 100})
-    refuse(config, ConfigError, "reward.negatives=100 but a gallery has 15")
+    refuse(config, ConfigError, "reward.negatives=100 but a gallery has 14")
+
+
+def test_the_pair_itself_is_no_negative_of_the_bank(inputs: Path, tmp_path: Path) -> None:
+    train.check(make_config(inputs, tmp_path, "x", reward={"negatives": 14}), resume=False)
+    config = make_config(inputs, tmp_path, "x", reward={"negatives": 15})
+    refuse(config, ConfigError, "reward.negatives=15 but a gallery has 14")
 
 
 def test_too_few_pairs_for_a_batch(inputs: Path, tmp_path: Path) -> None:
