@@ -232,10 +232,12 @@ class GRPO(Algorithm):  # type: ignore[misc]  # ray is not typed
                 timesteps={NUM_ENV_STEPS_SAMPLED_LIFETIME: 0, ITERATION: self.completed, UPDATE: update},
             )
             self._updates += 1
-        return {"policy/gradient_norm": gradient_norm, **self.learner.policy_metrics()}
+        # With several updates the learner's gradients are its own; there is no one norm to log.
+        on_policy = {"policy/gradient_norm": gradient_norm} if settings.updates_per_batch == 1 else {}
+        return {**on_policy, **self.learner.policy_metrics()}
 
     def _learner_batch(self, scored: Scored, shipped: list[Any]) -> tuple[MultiAgentBatch, float]:
-        """The learner's batch, and the norm of the gradient in it."""
+        """The learner's batch, and the norm of the gradient in it (0 if decisions were shipped instead)."""
         size = self.config.settings.grpo.micro_batch_pairs
         if isinstance(shipped[0], Decisions):
             parts = [
