@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections import Counter
 from collections.abc import Iterable
 
@@ -115,6 +116,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     """Prints the machine's report; 1 if something is missing."""
     from rlcompute.doctor import report
 
+    logging.getLogger("rlcompute.kernels").setLevel(logging.WARNING)  # the report has the backends
     rows, problems = report(arguments.dir)
     print_rows(rows)
     for problem in problems:

@@ -19,7 +19,11 @@ def decode_image(encoded: bytes, where: str = "image") -> np.ndarray:
     try:
         with Image.open(io.BytesIO(encoded)) as image:
             return np.asarray(image.convert("RGB"))
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except UnidentifiedImageError as error:  # its own text only shows the buffer's address
+        raise DataError(
+            f"{where}: {len(encoded)} bytes are not an image that Pillow can decode: unknown format"
+        ) from error
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(
             f"{where}: {len(encoded)} bytes are not an image that Pillow can decode: {error}"
         ) from error

@@ -145,7 +145,8 @@ def read_pairs(
         except DataError as error:
             if on_bad_row == "error":
                 raise DataError(
-                    f"{path}: row {number} (id {identity!r}): {error}; repair it, or set data.on_bad_row=skip"
+                    f"{path}: row {number} (id {identity!r}): {error}; repair it, or skip bad rows "
+                    "(data.on_bad_row=skip, or --on-bad-row skip of `data check`)"
                 ) from error
             skipped.append(f"{identity}: {error}")
             continue
