@@ -42,11 +42,14 @@ def make_rows(
     """Rows from parallel lists; row i joins what the lists hold at i.
 
     Raises:
-        ValueError: no list was given, or their lengths differ.
+        ValueError: no list was given, something else was, or their lengths differ.
     """
     given = {
         name: x for name, x in (("texts", texts), ("images", images), ("videos", videos)) if x is not None
     }
+    for name, x in given.items():
+        if isinstance(x, str | bytes | Image.Image):  # one string would be a row for each of its letters
+            raise ValueError(f"{name} must be a list with an entry for each row, got one {type(x).__name__}")
     lengths = {name: len(x) for name, x in given.items()}
     if len(set(lengths.values())) != 1:
         raise ValueError(

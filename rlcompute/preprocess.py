@@ -115,7 +115,8 @@ class Preprocessor:
             where: names the row in error messages.
 
         Raises:
-            DataError: an image or frame cannot be decoded, frames differ in size, or there is no content.
+            DataError: an image or frame cannot be decoded or is too narrow, frames differ in size, or there is no
+                content.
         """
         if side.is_empty:
             raise DataError(f"{where}: nothing to embed: text, images and video are all empty")
@@ -125,13 +126,16 @@ class Preprocessor:
             raise DataError(
                 f"{where}: the frames of a video must have one size, got {sorted({f.shape for f in frames})}"
             )
-        return self.assemble(
-            instruction=side.instruction,
-            text=side.text,
-            images=images,
-            video=np.stack(frames) if frames else None,
-            video_fps=side.video_fps,
-        )
+        try:
+            return self.assemble(
+                instruction=side.instruction,
+                text=side.text,
+                images=images,
+                video=np.stack(frames) if frames else None,
+                video_fps=side.video_fps,
+            )
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
 
     def assemble(
         self,

@@ -94,8 +94,14 @@ def test_wrong_calls_say_what_is_wrong(export: Path) -> None:
         embedder.encode()
     with pytest.raises(ValueError, match="not both"):
         embedder.encode(["a"], rows=[Side(text="a")])
+    with pytest.raises(ValueError, match=r"texts must be a list .* one str"):
+        embedder.encode("a red bicycle")
+    with pytest.raises(ValueError, match=r"images must be a list .* one bytes"):
+        embedder.encode(images=b"not a list")  # type: ignore[arg-type]
     with pytest.raises(DataError, match="row 1"):
         embedder.encode(["a", ""])
+    with pytest.raises(DataError, match="row 0: an image of 4000 x 1 pixels"):
+        embedder.encode(images=[np.zeros((1, 4000, 3), dtype=np.uint8)])
     with pytest.raises(DataError, match="row 0"):
         embedder.encode(images=[b"not an image"])
 
