@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
+from rich.console import Console, Group
 
 from rlcompute import evaluation_report
 from rlcompute.backbones import load_backbone
@@ -54,7 +54,8 @@ RESULT_FILE = "evaluation.json"
 PICTURE_FILE = "evaluation.png"
 RANDOM_TOLERANCE = 0.01
 """How far the random control's executed FLOPs may be from grpo's, as a share of them."""
-_LEAST_WIDTH = 110
+_MOST_WIDTH = 200
+"""Columns of the printed tables; a narrower terminal wraps their lines, which a cut-off figure would not survive."""
 
 
 def run(config: Config, gates: Path | None, out: Path) -> dict[str, Any]:
@@ -107,10 +108,16 @@ def run(config: Config, gates: Path | None, out: Path) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
     write_png(out / PICTURE_FILE, picture)
     evaluation_report.write_json(out / RESULT_FILE, content)
-    console = Console()
-    console.width = max(console.width, _LEAST_WIDTH)
-    console.print(evaluation_report.tables(content))
+    _print(evaluation_report.tables(content))
     return content
+
+
+def _print(tables: Group) -> None:
+    """Prints tables as wide as they need, whatever the width of the terminal or log."""
+    console = Console()
+    wanted = console.measure(tables, options=console.options.update(max_width=_MOST_WIDTH))
+    console.width = max(console.width, wanted.maximum)
+    console.print(tables)
 
 
 def _load_gates(config: Config, gates: Path | None) -> SavedGates | None:
