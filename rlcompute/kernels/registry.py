@@ -38,7 +38,7 @@ class Backend:
     """One registered implementation.
 
     Attributes:
-        name: what configuration calls it, e.g. ``"torch"``.
+        name: what :func:`select` calls it, e.g. ``"torch"``.
         implementation: the kernel.
         probe: given the device, ``None`` if the backend can run there, else the reason why not.
     """
