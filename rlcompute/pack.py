@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
+MODALITY_NAMES = ("text", "image", "video")
+"""Names of the kinds of token above, in their order."""
 
 
 @dataclass(frozen=True)

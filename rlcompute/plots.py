@@ -22,6 +22,8 @@ from matplotlib.colors import BoundaryNorm, Colormap
 from matplotlib.figure import Figure
 from PIL import Image
 
+from rlcompute.pack import MODALITY_NAMES
+
 Picture = npt.NDArray[np.uint8]
 
 _POLICY_STYLES = {
@@ -34,7 +36,6 @@ _OTHER_STYLE = ("#edae49", "^")
 _ACTION_COLOURS = {"route": "#2a6f97", "skip": "#f4a259", "drop": "#bc4b51"}
 _TINT = 0.65
 """Strength of the layer's colour over a dropped patch; the rest is the greyed picture."""
-_MODALITY_NAMES = ("text", "image", "video")
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def action_fractions(counts_NM3: npt.NDArray[np.integer]) -> Picture:
             share_N = counts_NM3[:, modality, action] / totals_N
             axes.bar(layers, share_N, bottom=bottom_N, color=colour, width=0.85, label=name)
             bottom_N += share_N
-        axes.set_title(f"{_MODALITY_NAMES[modality]} tokens", fontweight="bold")
+        axes.set_title(f"{MODALITY_NAMES[modality]} tokens", fontweight="bold")
         axes.set_xlabel("layer")
         axes.set_ylim(0, 1)
         axes.set_xticks(layers[:: max(1, -(-len(layers) // 10))])

@@ -27,8 +27,7 @@ from rlcompute.envs.reward import (
     TeacherBank,
     retrieval_rewards,
 )
-
-MODALITIES = ("text", "image", "video")
+from rlcompute.pack import MODALITY_NAMES
 
 
 @dataclass(frozen=True)
@@ -204,7 +203,10 @@ def _reward_metrics(rewards: RetrievalRewards) -> dict[str, float]:
 def _action_metrics(actions_NM3: Array) -> dict[str, float]:
     """Share of each action, over all layers, for all tokens and by token modality."""
     values: dict[str, float] = {}
-    for name, counts in (("all", actions_NM3.sum((0, 1))), *zip(MODALITIES, actions_NM3.sum(0), strict=True)):
+    for name, counts in (
+        ("all", actions_NM3.sum((0, 1))),
+        *zip(MODALITY_NAMES, actions_NM3.sum(0), strict=True),
+    ):
         if counts.sum():
             shares = counts / counts.sum()
             values |= {
