@@ -7,7 +7,7 @@ RUN := runs/quickstart
 DEMO := data/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart data train evaluate export test test-fast lint format docs demo-model
+.PHONY: help setup quickstart data train evaluate export figures test test-fast lint format docs demo-model
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -39,6 +39,17 @@ export: $(RUN)/.exported ## Write the quick start's gates with their model card
 $(RUN)/.exported: $(RUN)/.evaluated
 	$(BIN)/rlcompute export --config $(CONFIG)
 	touch $@
+
+figures: setup ## Every accuracy and compute figure of the README (about 25 minutes on two cores)
+	$(BIN)/rlcompute data demo --out data/demo_full --train 1000 --test 2000 --final 2000
+	for seed in 0 1 2; do \
+	  options="run.name=quickstart_seed$$seed run.seed=$$seed data.train=data/demo_full/train.parquet \
+	    data.pairs_per_task=500 data.test=data/demo_full/test.parquet evaluation.pairs_per_modality=2000"; \
+	  $(BIN)/rlcompute train --config $(CONFIG) $$options && \
+	  $(BIN)/rlcompute evaluate --config $(CONFIG) $$options || exit 1; \
+	done
+	$(BIN)/rlcompute train --config configs/demo_full.yaml
+	$(BIN)/rlcompute evaluate --config configs/demo_full.yaml
 
 test: setup ## Set-up and the whole test suite
 	$(BIN)/python -m pytest

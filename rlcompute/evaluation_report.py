@@ -169,19 +169,24 @@ def tables(content: dict[str, Any]) -> Group:
     for entry in content["policies"]:
         accuracy.add_row(*_accuracy_cells(entry))
         compute.add_row(*_compute_cells(entry))
-    return Group(f"{content['suite']}\n{content['backbone']}", accuracy, compute)
+    return Group(_heading(content), accuracy, compute)
 
 
-def _label(entry: dict[str, Any]) -> str:
-    chosen = ", ".join(f"{name} {value:.3g}" for name, value in entry["parameters"].items())
-    return f"{entry['name']} ({chosen})" if chosen else str(entry["name"])
+def _heading(content: dict[str, Any]) -> str:
+    """What was evaluated, and what was chosen for the controls."""
+    chosen = [
+        f"{entry['name']}: " + ", ".join(f"{name} {value:.3g}" for name, value in entry["parameters"].items())
+        for entry in content["policies"]
+        if entry["parameters"]
+    ]
+    return "\n".join([content["suite"], content["backbone"], *chosen])
 
 
 def _accuracy_cells(entry: dict[str, Any]) -> list[str]:
     delta, by_modality = entry["delta_vs_full"], entry["modalities"].values()
     low, high = delta["ci95"]
     return [
-        _label(entry),
+        entry["name"],
         f"{entry['mean_recall_at_1']:.1f}",
         f"{delta['mean']:+.2f} [{low:+.2f}, {high:+.2f}]",
         *(f"{x['recall_at_1']:.1f}" for x in by_modality),
@@ -192,7 +197,7 @@ def _accuracy_cells(entry: dict[str, Any]) -> list[str]:
 def _compute_cells(entry: dict[str, Any]) -> list[str]:
     columns = ("lm_executed_saved", "executed_saved", "logical_saved", "hardware_saved")
     return [
-        _label(entry),
+        entry["name"],
         *(f"{100 * entry['flops'][key]:.1f}" for key in columns),
         f"{entry['queries_per_second']:.0f}",
         f"{entry['speedup']:.2f}",
