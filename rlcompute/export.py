@@ -11,9 +11,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from rlcompute.backbones import resolve_path
+from rlcompute.backbones.fingerprint import checkpoint_hash
 from rlcompute.config import Config
 from rlcompute.errors import CheckpointError, ConfigError
-from rlcompute.policies.checkpoint import TENSORS, SavedGates, load_gates, save_gates
+from rlcompute.policies.checkpoint import TENSORS, SavedGates, check_backbone, load_gates, save_gates
 from rlcompute.runlog import RunFolder
 
 CARD = "README.md"
@@ -60,12 +62,15 @@ def export_gates(config: Config, *, step: int | None = None, out: Path | None = 
         The folder written.
 
     Raises:
-        CheckpointError: The checkpoint is missing or damaged.
+        CheckpointError: The checkpoint is missing or damaged, or was trained on another backbone than the configured.
         ConfigError: `out` exists and is something else than an export.
     """
     run_folder = config.run.folder
     checkpoint = latest_checkpoint(run_folder) if step is None else checkpoint_at(run_folder, step)
     saved = load_gates(checkpoint)
+    backbone = resolve_path(config.backbone.path)
+    if backbone.is_dir():  # it may be left on the cluster that trained the gates
+        check_backbone(saved, checkpoint, checkpoint_hash(backbone), backbone)
     out = RunFolder(run_folder).export if out is None else out
     if out.exists() and any(out.iterdir()) and not (out / "gate_config.json").is_file():
         raise ConfigError(f"--out {out} exists and is not an export: choose another folder")

@@ -215,6 +215,9 @@ def test_export_takes_the_newest_complete_checkpoint(
     capsys.readouterr()
     assert "complete ones are at [1, 2]" in failing(capsys, "export", *config, "--step", "3")
     assert "not an export" in failing(capsys, "export", *config, "--out", workspace)
+    other = ["backbone.path=demo", "--out", str(workspace / "other")]
+    assert "belong to backbone" in failing(capsys, "export", *config, *other)
+    assert not (workspace / "other").exists()
 
 
 def test_the_model_card_shows_what_was_measured_for_these_gates(
