@@ -14,8 +14,9 @@ import numpy.typing as npt
 from rlcompute.errors import ConfigError, DataError
 
 TIE_TOLERANCE = 2e-6
-"""Cosines closer than this are a tie, and a tie counts against the model: embeddings that are equal up to
-float32 rounding must not look like a ranking."""
+"""Cosines closer than this are a tie, and a tie counts against the model, in evaluation and reward alike. Equal
+embeddings give cosines that differ in the last bits of float32 (tiles of a matrix product sum in different
+orders), which must not look like a ranking."""
 
 FloatArray = npt.NDArray[np.floating]
 IntArray = npt.NDArray[np.int64]

@@ -72,10 +72,6 @@ class Pack:
         return int(self.cu_seqlens.shape[0]) - 1
 
     @property
-    def num_tokens(self) -> int:
-        return int(self.segment_ids_T.shape[0])
-
-    @property
     def lengths_S(self) -> Tensor:
         """int64 [S], tokens per segment."""
         return self.cu_seqlens.diff()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     noise = torch.randn(heads.weight_N3F.shape, generator=torch.Generator().manual_seed(0))
     folder = tmp_path_factory.mktemp("export")
     name = {"path": str(backbone.path), "family": backbone.family, "hash": backbone.hash}
-    save_gates(folder, heads.with_weight(heads.weight_N3F + 0.3 * noise), name, {})
+    save_gates(folder, replace(heads, weight_N3F=heads.weight_N3F + 0.3 * noise), name, {})
     return folder
 
 

@@ -182,7 +182,7 @@ def test_emb_survives_a_policy_that_drops_everything(
         gate_flops_per_token = 0.0
 
         def decide(self, layer: int, x_Td: Tensor, routing: Routing, pack: Pack) -> Decision:
-            return Decision(drop_T=torch.ones(pack.num_tokens, dtype=torch.bool))
+            return Decision(drop_T=torch.ones(len(pack.segment_ids_T), dtype=torch.bool))
 
     trace = encode(backbone, *backbone.pack(embedded), DropsAll()).trace
     assert torch.equal(trace.survived_NS, torch.ones_like(trace.survived_NS))

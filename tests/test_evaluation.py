@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         mean, torch.ones(backbone.num_layers), skip=0.2, drop=0.1, late_skip_bias=2.0, droppable="all"
     )
     noise = torch.randn(heads.weight_N3F.shape, generator=generator)
-    save(root / "gates", heads.with_weight(heads.weight_N3F + 0.3 * noise), backbone.hash)
+    save(root / "gates", replace(heads, weight_N3F=heads.weight_N3F + 0.3 * noise), backbone.hash)
     routing = torch.zeros_like(heads.weight_N3F)
     routing[:, ROUTE, -1] = 9.0
-    save(root / "all_route", heads.with_weight(routing), backbone.hash)
+    save(root / "all_route", replace(heads, weight_N3F=routing), backbone.hash)
     save(root / "foreign", heads, "0" * 64)
     return root
 

@@ -20,11 +20,7 @@ import torch
 from torch import Tensor
 
 from rlcompute.errors import CollapseError, ConfigError
-
-TIE_TOLERANCE = 2e-6
-"""Cosines closer than this count as tied, and ties count against the rollout. Equal embeddings give cosines
-that differ in the last bits of float32 (tiles of a matrix product sum in different orders), which must not
-look like a ranking."""
+from rlcompute.metrics import TIE_TOLERANCE
 
 
 @dataclass(frozen=True)

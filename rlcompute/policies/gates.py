@@ -49,10 +49,6 @@ class GateHeads:
         }
         return replace(self, **move)
 
-    def with_weight(self, weight_N3F: Tensor) -> GateHeads:
-        """The same heads with other weights."""
-        return replace(self, weight_N3F=weight_N3F)
-
     @property
     def num_layers(self) -> int:
         return int(self.weight_N3F.shape[0])

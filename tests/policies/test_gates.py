@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -133,7 +134,7 @@ def test_greedy_takes_the_most_probable_action(
     backbone: Backbone, embedded: list[EmbeddedInput], heads: GateHeads
 ) -> None:
     noise = torch.randn(heads.weight_N3F.shape, generator=torch.Generator().manual_seed(0))
-    heads = heads.with_weight(heads.weight_N3F + 0.3 * noise)
+    heads = replace(heads, weight_N3F=heads.weight_N3F + 0.3 * noise)
     recorder = Recorder(GreedyGates(heads))
     encode(backbone, *backbone.pack(embedded), recorder)
     for layer, (x_Td, (decision, pack)) in enumerate(zip(recorder.inputs, recorder.decisions, strict=True)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -35,7 +37,7 @@ def random_heads(backbone: Backbone, droppable: str, dtype: torch.dtype) -> Gate
     mean, scale = calibrate(backbone, inputs)
     heads = init_heads(mean, scale, skip=0.2, drop=0.2, late_skip_bias=0.5, droppable=droppable)  # type: ignore[arg-type]
     noise = torch.randn(heads.weight_N3F.shape, generator=torch.Generator().manual_seed(1))
-    return heads.with_weight(heads.weight_N3F + 0.2 * noise).to(dtype=dtype)
+    return replace(heads, weight_N3F=heads.weight_N3F + 0.2 * noise).to(dtype=dtype)
 
 
 def rollouts(backbone: Backbone, heads: GateHeads, record: bool) -> SampledGates:
