@@ -12,8 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+# CI runs the same examples each time, so that a red run means a changed program; everyone else explores.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 REPOSITORY = Path(__file__).parent.parent
 

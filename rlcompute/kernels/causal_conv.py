@@ -81,7 +81,7 @@ def _blocked_taps(x_TC: Tensor, taps_KC: Tensor, bias_C: Tensor | None, cu_seqle
         first = max(0, start - reach)
         x = x_TC[first:stop].to(taps_KC.dtype)
         acc_BC = x[start - first :] * taps_KC[-1]
-        for back in range(1, reach + 1):
+        for back in range(1, min(reach, stop - 1) + 1):  # a stream may be shorter than the kernel
             skip = max(0, back - start)
             source = x[start - first + skip - back : len(x) - back]
             acc_BC[skip:].addcmul_(source, taps_KC[-1 - back])

@@ -87,7 +87,7 @@ def test_overlay_tells_which_layer_dropped_each_token(engine: RolloutEngine, bac
     weight = heads().weight_N3F.clone()
     weight[2, DROP, -1] = 9.0
     weight[2, ROUTE, -1] = 0.0
-    dropped = engine.overlay(side, heads().with_weight(weight))
+    dropped = engine.overlay(side, replace(heads(), weight_N3F=weight))
     assert (dropped.dropped_at_L[:-1] == 2).all()
     assert dropped.dropped_at_L[-1] == -1
     assert dropped.saved > kept.saved

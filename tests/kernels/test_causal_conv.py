@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rlcompute.kernels import causal_conv
@@ -32,6 +32,8 @@ def test_equals_token_by_token(dtype, with_bias):
     assert_close(out, reference)
 
 
+@example(lengths=[3], taps=5, rows=1)
+@example(lengths=[3], taps=5, rows=20)
 @given(lengths=short_packs, taps=st.integers(1, 5), rows=st.integers(1, 20))
 @settings(max_examples=40, deadline=None)
 def test_random_packings_and_row_blocks(lengths, taps, rows):
