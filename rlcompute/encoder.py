@@ -10,7 +10,7 @@ N layers, d hidden size, k selected experts, E experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
@@ -57,18 +57,6 @@ class _LayerRouting:
         return self._layer.route(x_Rd)
 
 
-@dataclass(frozen=True)
-class _Executed:
-    """Counts of one layer, see :class:`Trace`."""
-
-    entered_S: Tensor
-    decided_S: Tensor
-    survived_S: Tensor
-    routed_S: Tensor
-    rows_S: Tensor
-    expert_rows_E: Tensor
-
-
 def _executing_rows(decision: Decision, x_Td: Tensor) -> Tensor:
     """int64 [R], tokens that stay and run at least one routed expert."""
     keep = decision.keep
@@ -101,7 +89,8 @@ def _routed_experts(
 
 def _step(
     backbone: Backbone, index: int, h_Td: Tensor, pack: Pack, policy: Policy
-) -> tuple[Tensor, Pack, _Executed]:
+) -> tuple[Tensor, Pack, Trace]:
+    """One layer; its trace lacks the layer dimension."""
     layer = backbone.layers[index]
     entered_S = pack.lengths_S
     if index == backbone.num_layers - 1:
@@ -133,7 +122,7 @@ def _step(
     h_Td = (h_Td + layer.shared(x_Td)).index_add_(0, rows_R, out_Rd)
 
     zeros_S = per_token_R.new_zeros(pack.num_segments)
-    executed = _Executed(
+    executed = Trace(
         entered_S,
         decided_S,
         pack.lengths_S,
@@ -163,12 +152,5 @@ def encode(backbone: Backbone, hidden_Td: Tensor, pack: Pack, policy: Policy) ->
         steps.append(executed)
     normed = backbone.final_norm(h_Td)
     wide = torch.promote_types(normed.dtype, torch.float32)
-    trace = Trace(
-        entered_NS=torch.stack([x.entered_S for x in steps]),
-        decided_NS=torch.stack([x.decided_S for x in steps]),
-        survived_NS=torch.stack([x.survived_S for x in steps]),
-        routed_NS=torch.stack([x.routed_S for x in steps]),
-        rows_NS=torch.stack([x.rows_S for x in steps]),
-        expert_rows_NE=torch.stack([x.expert_rows_E for x in steps]),
-    )
+    trace = Trace(**{f.name: torch.stack([getattr(step, f.name) for step in steps]) for f in fields(Trace)})
     return Encoded(F.normalize(normed.to(wide), dim=-1), trace)
