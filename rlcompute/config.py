@@ -8,7 +8,7 @@ Paths are relative to the working directory.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -56,6 +56,26 @@ class BackboneConfig(Section):
     )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Dtype of weights and activations.")
     device: Literal["cpu", "cuda"] = Field("cpu", description="Device that every rollout worker computes on.")
+
+
+def _backend(operation: str) -> Any:
+    return Field(None, description=f"Backend of {operation} (null: the best that runs; see `doctor`).")
+
+
+class KernelsConfig(Section):
+    """Kernel backends to force. One that cannot run on the device in the dtype is an error."""
+
+    attention: str | None = _backend("variable-length attention, the vision tower's too")
+    gated_delta: str | None = _backend("the gated delta rule")
+    causal_conv: str | None = _backend("the short convolution")
+    experts: str | None = _backend("the routed experts")
+    compaction: str | None = _backend("the removal of dropped tokens")
+    score_statistic: str | None = _backend("the gates' score statistic")
+
+    @property
+    def forced(self) -> dict[str, str]:
+        """Backends by operation, where one is forced."""
+        return {op: name for op, name in self.model_dump().items() if name is not None}
 
 
 class DataConfig(Section):
@@ -222,6 +242,7 @@ class Config(Section):
     run: RunConfig
     data: DataConfig
     backbone: BackboneConfig = BackboneConfig()
+    kernels: KernelsConfig = KernelsConfig()
     policy: PolicyConfig = PolicyConfig()
     reward: RewardConfig = RewardConfig()
     controller: ControllerConfig = ControllerConfig()

@@ -46,6 +46,11 @@ class Decision:
     keep: Tensor | None = None
     renormalize: bool = False
 
+    def take(self, index_U: Tensor) -> Decision:
+        """What is left to execute for the tokens at ``index_U`` (int64), once dropped tokens are gone."""
+        keep = None if self.keep is None else self.keep[index_U]
+        return Decision(keep=keep, renormalize=self.renormalize)
+
 
 class Policy(Protocol):
     """Whoever decides. Called once per layer, in order, with what the layer's experts would read."""

@@ -59,11 +59,11 @@ def _kernels() -> tuple[list[tuple[str, str]], list[str]]:
     rows, problems = [], []
     for operation in registry.PROVIDERS:
         try:
-            kernel = registry.select(operation, device)
+            chosen = registry.choose(operation, device)
         except BackendError as error:
             problems.append(str(error))
         else:
-            rows.append((f"kernel {operation} on {device}", f"{kernel.__module__}.{kernel.__name__}"))
+            rows.append((f"kernel {operation} on {device}", chosen))
     return rows, problems
 
 

@@ -4,13 +4,13 @@ Packed tokens go through the layers; in each, the policy decides which tokens le
 run, and only what is left is computed. In the last layer nothing but the ``<emb>`` rows is computed, for every
 policy alike, because nothing else is read.
 
-Shape legend: T tokens before the decision, U tokens after it, R tokens that run routed experts, S segments,
+Shape legend: T tokens before the decision, U tokens after it, R tokens that go to the router, S segments,
 N layers, d hidden size, k selected experts, E experts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from rlcompute.backbones.base import Backbone, BackboneLayer
 from rlcompute.decision import Decision, Policy
-from rlcompute.kernels import registry
 from rlcompute.pack import Pack
 from rlcompute.trace import Trace
 
@@ -39,52 +38,54 @@ class _LayerRouting:
         self._layer, self._x_Td = layer, x_Td
 
     @cached_property
-    def _routed(self) -> tuple[Tensor, Tensor]:
+    def selection(self) -> tuple[Tensor, Tensor]:
+        """Expert numbers int64 [T,k] and weights [T,k]."""
         return self._layer.route(self._x_Td)
 
     @property
     def expert_ids_Tk(self) -> Tensor:
-        return self._routed[0]
+        return self.selection[0]
 
     @property
     def weights_Tk(self) -> Tensor:
-        return self._routed[1]
+        return self.selection[1]
 
-    def of_rows(self, rows_R: Tensor, x_Rd: Tensor) -> tuple[Tensor, Tensor]:
-        """Selection of some rows; a skipped token's routing is dead work unless the policy asked for it."""
-        if "_routed" in self.__dict__:
-            return self._routed[0][rows_R], self._routed[1][rows_R]
-        return self._layer.route(x_Rd)
+    def take(self, index_U: Tensor, x_Ud: Tensor) -> _LayerRouting:
+        """Selection of some tokens: routing the others is dead work unless the policy asked for it."""
+        taken = _LayerRouting(self._layer, x_Ud)
+        if "selection" in self.__dict__:
+            taken.selection = (self.expert_ids_Tk[index_U], self.weights_Tk[index_U])
+        return taken
 
 
-def _executing_rows(decision: Decision, x_Td: Tensor) -> Tensor:
-    """int64 [R], tokens that stay and run at least one routed expert."""
-    keep = decision.keep
-    if keep is None:
-        runs_T = torch.ones(x_Td.shape[0], dtype=torch.bool, device=x_Td.device)
-    else:
-        runs_T = keep if keep.ndim == 1 else keep.any(dim=1)
-    if decision.drop_T is not None:
-        runs_T = runs_T & ~decision.drop_T
-    return runs_T.nonzero().squeeze(1)
+def _executing_rows(keep: Tensor) -> Tensor | None:
+    """Tokens that go to the router, int64 [R]; None for all.
+
+    On a CPU those that run at least one expert. Elsewhere their number would have to be waited for: all tokens go,
+    and the plan leaves out what is not kept.
+    """
+    if keep.device.type != "cpu":
+        return None
+    return (keep if keep.ndim == 1 else keep.any(dim=1)).nonzero().squeeze(1)
 
 
 def _routed_experts(
-    backbone: Backbone,
-    layer: BackboneLayer,
-    x_Rd: Tensor,
-    ids_Rk: Tensor,
-    weights_Rk: Tensor,
-    keep_Rk: Tensor | None,
+    backbone: Backbone, layer: BackboneLayer, x_Rd: Tensor, routing: _LayerRouting, decision: Decision
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs of the kept experts [R,d], kept experts per token [R], and rows per expert [E]."""
-    experts = registry.select("experts", x_Rd.device)
-    out_Rd = experts(x_Rd, ids_Rk, weights_Rk, keep_Rk, layer.experts.gate_up_E2Fd, layer.experts.down_EdF)
-    if keep_Rk is None:
-        per_token_R, executed_ids = ids_Rk.new_full(ids_Rk.shape[:1], backbone.top_k), ids_Rk.flatten()
-    else:
-        per_token_R, executed_ids = keep_Rk.sum(dim=1), ids_Rk[keep_Rk]
-    return out_Rd, per_token_R, torch.bincount(executed_ids, minlength=backbone.num_experts)
+    (ids_Rk, weights_Rk), keep = routing.selection, decision.keep
+    if keep is not None and keep.ndim == 1:
+        # On a CPU only tokens that keep all their experts are here.
+        keep = None if keep.device.type == "cpu" else keep[:, None].expand_as(ids_Rk)
+    if keep is not None and decision.renormalize:
+        weights_Rk = weights_Rk * keep
+        smallest = torch.finfo(weights_Rk.dtype).tiny
+        weights_Rk = weights_Rk / weights_Rk.sum(dim=-1, keepdim=True).clamp_min(smallest)
+    kernels, experts = backbone.kernels, layer.experts
+    plan = kernels.routing_plan(ids_Rk, keep, backbone.num_experts)
+    out_Rd = kernels.experts(x_Rd, plan, weights_Rk, experts.gate_up_E2Fd, experts.down_EdF)
+    kept_R = ids_Rk.new_full(ids_Rk.shape[:1], backbone.top_k) if keep is None else keep.sum(dim=1)
+    return out_Rd, kept_R, plan.counts
 
 
 def _step(
@@ -101,33 +102,31 @@ def _step(
     decided_S = pack.lengths_S
     routing = _LayerRouting(layer, x_Td)
     decision = policy.decide(index, x_Td, routing, pack)
-    if decision.drop_T is not None:
-        decision = replace(decision, drop_T=decision.drop_T & ~pack.is_emb_T())
-
-    rows_R = _executing_rows(decision, x_Td)
-    x_Rd, segments_R = x_Td[rows_R], pack.segment_ids_T[rows_R]
-    ids_Rk, weights_Rk = routing.of_rows(rows_R, x_Rd)
-    keep_Rk = decision.keep[rows_R] if decision.keep is not None and decision.keep.ndim == 2 else None
-    if keep_Rk is not None and decision.renormalize:
-        weights_Rk = weights_Rk * keep_Rk
-        weights_Rk = weights_Rk / weights_Rk.sum(dim=-1, keepdim=True)
-    out_Rd, per_token_R, expert_rows_E = _routed_experts(backbone, layer, x_Rd, ids_Rk, weights_Rk, keep_Rk)
 
     if decision.drop_T is not None:
         # Dropped tokens leave before the shared expert too: their output of this layer is never read.
         stays_T = ~decision.drop_T
-        index_U, cu_seqlens = registry.select("compaction", h_Td.device)(stays_T, pack.cu_seqlens)
+        stays_T[pack.emb_index_S] = True
+        index_U, cu_seqlens = backbone.kernels.compaction(stays_T, pack.cu_seqlens)
         h_Td, x_Td, pack = h_Td[index_U], x_Td[index_U], pack.take(index_U, cu_seqlens)
-        rows_R = (stays_T.cumsum(0) - 1)[rows_R]
-    h_Td = (h_Td + layer.shared(x_Td)).index_add_(0, rows_R, out_Rd)
+        routing, decision = routing.take(index_U, x_Td), decision.take(index_U)
+    h_Td = h_Td + layer.shared(x_Td)
 
-    zeros_S = per_token_R.new_zeros(pack.num_segments)
+    segments_R = pack.segment_ids_T
+    rows_R = None if decision.keep is None else _executing_rows(decision.keep)
+    if rows_R is not None:
+        x_Td, segments_R = x_Td[rows_R], segments_R[rows_R]
+        routing, decision = routing.take(rows_R, x_Td), decision.take(rows_R)
+    out_Rd, kept_R, expert_rows_E = _routed_experts(backbone, layer, x_Td, routing, decision)
+    h_Td = h_Td.add_(out_Rd) if rows_R is None else h_Td.index_add_(0, rows_R, out_Rd)
+
+    zeros_S = kept_R.new_zeros(pack.num_segments)
     executed = Trace(
         entered_S,
         decided_S,
         pack.lengths_S,
         zeros_S.index_add(0, segments_R, torch.ones_like(segments_R)),
-        zeros_S.index_add(0, segments_R, per_token_R),
+        zeros_S.index_add(0, segments_R, kept_R),
         expert_rows_E,
     )
     return h_Td, pack, executed

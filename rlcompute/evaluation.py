@@ -85,6 +85,7 @@ def run(config: Config, gates: Path | None, out: Path) -> dict[str, Any]:
         dtype=config.backbone.dtype,
         device=config.backbone.device,
         max_tokens=config.data.max_tokens,
+        kernels=config.kernels.forced,
     )
     if saved is not None and gates is not None:
         check_backbone(saved, gates, backbone.hash, backbone.path)

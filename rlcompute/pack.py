@@ -51,8 +51,9 @@ class Pack:
     """Where every surviving token of a batch belongs; the hidden states travel beside it.
 
     Attributes:
-        cu_seqlens: int64 [S+1], segment s owns the tokens cu_seqlens[s]:cu_seqlens[s+1]. The last token of a
-            segment is its ``<emb>`` token; it is never removed.
+        cu_seqlens: int64 [S+1] on the CPU, whatever the device of the tokens, so that reading lengths never waits;
+            segment s owns the tokens cu_seqlens[s]:cu_seqlens[s+1]. The last token of a segment is its ``<emb>``
+            token; it is never removed.
         segment_ids_T: int64, the segment of each token.
         token_index_T: int64, the token's place in the original input; survives compaction, so that whatever is
             derived from it does not depend on what was dropped or on the rest of the batch.
@@ -73,13 +74,13 @@ class Pack:
 
     @property
     def lengths_S(self) -> Tensor:
-        """int64 [S], tokens per segment."""
+        """int64 [S] on the CPU, tokens per segment."""
         return self.cu_seqlens.diff()
 
     @property
     def emb_index_S(self) -> Tensor:
         """int64 [S], the row of each segment's ``<emb>`` token (its last)."""
-        return self.cu_seqlens[1:] - 1
+        return (self.cu_seqlens[1:] - 1).to(self.segment_ids_T.device, non_blocking=True)
 
     def is_emb_T(self) -> Tensor:
         """bool [T], true at ``<emb>`` tokens."""
@@ -101,14 +102,14 @@ class Pack:
 
     def emb_only(self) -> Pack:
         """The pack of the ``<emb>`` tokens alone: S segments of one token."""
-        bounds = torch.arange(self.num_segments + 1, device=self.cu_seqlens.device)
-        return self.take(self.emb_index_S, bounds)
+        return self.take(self.emb_index_S, torch.arange(self.num_segments + 1))
 
 
 def concatenate(inputs: Sequence[EmbeddedInput]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states [T,d], positions [3,T], modality [T] and cu_seqlens [S+1] of inputs laid end to end."""
+    """Hidden states [T,d], positions [3,T], modality [T] and CPU cu_seqlens [S+1] of inputs laid end
+    to end."""
     hidden = torch.cat([x.hidden_Ld for x in inputs])
     positions = torch.cat([x.position_ids_3L for x in inputs], dim=1)
     modality = torch.cat([x.modality_L for x in inputs])
-    lengths = torch.tensor([0, *(x.length for x in inputs)], dtype=torch.long, device=hidden.device)
+    lengths = torch.tensor([0, *(x.length for x in inputs)], dtype=torch.long)
     return hidden, positions, modality, lengths.cumsum(0)

@@ -225,7 +225,7 @@ def random_like(
     left_NS = droppable_S - (lengths_S - trace.entered_NS)
     dropped_NS = trace.decided_NS - trace.survived_NS
     drop = float(dropped_NS[:-1].sum()) / max(1.0, float(left_NS[:-1].sum()))
-    skip = 1.0 - float(trace.routed_NS.sum()) / max(1.0, float(trace.survived_NS.sum()))
+    skip = 1.0 - float(trace.rows_NS.sum()) / max(1.0, backbone.top_k * float(trace.survived_NS.sum()))
     flops = FlopModel(backbone)
 
     def mix(strength: float) -> tuple[float, float]:

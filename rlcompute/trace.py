@@ -12,14 +12,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Trace:
-    """Counts of executed work; every tensor is int64 on the device of the pass.
+    """Counts of executed work, int64. Tokens are counted on the CPU, rows on the device of the pass.
 
     Attributes:
         entered_NS: tokens that went through the layer's mixer (its keys and values, in the last layer).
         decided_NS: tokens that reached the layer's mixture-of-experts block, where the policy decides. Equal to
             ``entered_NS`` except in the last layer, where only ``<emb>`` is left.
         survived_NS: tokens that stayed after the decision and ran the shared expert.
-        routed_NS: tokens that went through the router and at least one routed expert.
+        routed_NS: tokens that went through the router. On a CPU only those that run an expert do; on other devices
+            every survivor does, which costs less than waiting for their number.
         rows_NS: (token, expert) rows that ran.
         expert_rows_NE: the same rows by expert, over all segments.
     """

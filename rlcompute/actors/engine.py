@@ -111,6 +111,7 @@ class RolloutEngine:
             as_keys(keys, self.backbone.device),
             temperature=self._config.policy.temperature,
             record=settings.updates_per_batch > 1,
+            score_statistic=self.backbone.kernels.score_statistic,
         )
         repeated = [x for x in inputs for _ in range(settings.rollouts)]
         encoded = encode(self.backbone, *self.backbone.pack(repeated), gates)

@@ -79,6 +79,7 @@ class RolloutWorker(EnvRunner):  # type: ignore[misc]  # ray is not typed
                 dtype=settings.backbone.dtype,
                 device=settings.backbone.device,
                 max_tokens=settings.data.max_tokens,
+                kernels=settings.kernels.forced,
             )
             self._engine = RolloutEngine(backbone, settings)
         return self._engine

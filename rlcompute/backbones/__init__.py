@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from rlcompute.backbones.base import Backbone
 from rlcompute.config import DEMO_BACKBONE
 from rlcompute.demo import CHECKPOINT
 from rlcompute.errors import CheckpointError, ConfigError
+from rlcompute.kernels import registry
 from rlcompute.preprocess import DEFAULT_MAX_TOKENS, Preprocessor
 
 FAMILIES = ("qwen3_5_moe",)
@@ -48,7 +50,12 @@ def checkpoint_family(path: str | Path) -> str:
 
 
 def load_backbone(
-    path: str | Path, *, dtype: str = "float32", device: str = "cpu", max_tokens: int = DEFAULT_MAX_TOKENS
+    path: str | Path,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    max_tokens: int = DEFAULT_MAX_TOKENS,
+    kernels: Mapping[str, str] | None = None,
 ) -> Backbone:
     """Load a frozen backbone from a local transformers checkpoint folder.
 
@@ -57,8 +64,10 @@ def load_backbone(
         dtype: a torch floating dtype by name.
         device: a torch device.
         max_tokens: longest text, in tokens.
+        kernels: backends to force, by operation (:data:`rlcompute.kernels.registry.PROVIDERS`).
 
     Raises:
+        BackendError: a forced backend is not there or cannot run on this device in this dtype.
         CheckpointError: see :func:`checkpoint_family`; also weights that are missing or do not fit the family.
         ConfigError: the device is not there.
     """
@@ -68,6 +77,7 @@ def load_backbone(
         )
     family = checkpoint_family(path)
     assert family == "qwen3_5_moe"
+    chosen = registry.resolve(device, getattr(torch, dtype), kernels)
     from transformers import Qwen3_5MoeModel
 
     from rlcompute.backbones.qwen3_5_moe import Qwen35MoeBackbone
@@ -88,4 +98,4 @@ def load_backbone(
         names = sorted(info["missing_keys"])
         raise CheckpointError(f"{folder}: {len(names)} weights are missing, the first is {names[0]!r}")
     preprocessor = Preprocessor.from_pretrained(folder, max_tokens=max_tokens)
-    return Qwen35MoeBackbone(model.to(device), folder, preprocessor)
+    return Qwen35MoeBackbone(model.to(device), folder, preprocessor, chosen)

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rlcompute.kernels.registry import Kernels
 from rlcompute.pack import EmbeddedInput, Pack, concatenate
 from rlcompute.preprocess import ModelInput, Preprocessor
 
@@ -84,12 +85,14 @@ class Backbone(ABC):
         path: folder it was loaded from.
         hash: hex digest of configuration and weights (:func:`rlcompute.backbones.fingerprint.checkpoint_hash`).
         preprocessor: turns one side of a pair into model inputs.
+        kernels: what the mixers, the encoder and the vision tower run.
     """
 
     family: str
     path: Path
     hash: str
     preprocessor: Preprocessor
+    kernels: Kernels
     layers: Sequence[BackboneLayer]
     hidden_size: int
     num_experts: int
@@ -123,7 +126,7 @@ class Backbone(ABC):
             raise ValueError("a pack needs at least one input, and every input at least its <emb> token")
         hidden, positions, modality, cu_seqlens = concatenate(inputs)
         cos, sin = self.rotary(positions)
-        lengths = cu_seqlens.diff()
-        segment_ids = torch.repeat_interleave(torch.arange(len(inputs), device=hidden.device), lengths)
-        token_index = torch.arange(hidden.shape[0], device=hidden.device) - cu_seqlens[segment_ids]
+        segment_ids = torch.repeat_interleave(torch.arange(len(inputs)), cu_seqlens.diff())
+        token_index = torch.arange(hidden.shape[0]) - cu_seqlens[segment_ids]
+        segment_ids, token_index = segment_ids.to(hidden.device), token_index.to(hidden.device)
         return hidden, Pack(cu_seqlens, segment_ids, token_index, modality, cos, sin)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rlcompute.backbones.base import Backbone, BackboneLayer, ExpertWeights, LayerCost
 from rlcompute.backbones.fingerprint import checkpoint_hash
 from rlcompute.backbones.qwen3_5_vision import VisionTower
-from rlcompute.kernels import registry
+from rlcompute.kernels.registry import Kernels
 from rlcompute.pack import IMAGE, TEXT, VIDEO, EmbeddedInput, Pack
 from rlcompute.preprocess import ModelInput, Preprocessor
 
@@ -54,19 +54,18 @@ def _fuse(linears: Sequence[nn.Linear]) -> Tensor:
 class _Attention:
     """Gated full attention with per-head norms and partial rotary positions."""
 
-    def __init__(self, module: Any, eps: float) -> None:
-        self.module, self.eps = module, eps
+    def __init__(self, module: Any, eps: float, backbone: Backbone) -> None:
+        self.module, self.eps, self.backbone = module, eps, backbone
         self.head_dim = module.head_dim
         self.heads = module.q_proj.out_features // (2 * self.head_dim)
         self.kv_heads = module.k_proj.out_features // self.head_dim
-        self.attention = registry.select("attention", module.k_proj.weight.device)
 
     def __call__(self, x_Td: Tensor, pack: Pack) -> Tensor:
         return self._attend(x_Td, x_Td, pack.cos_Tr, pack.sin_Tr, pack.cu_seqlens, pack)
 
     def emb_rows(self, x_Td: Tensor, pack: Pack) -> Tensor:
         last = pack.emb_index_S
-        bounds = torch.arange(pack.num_segments + 1, device=last.device)
+        bounds = torch.arange(pack.num_segments + 1)
         return self._attend(x_Td[last], x_Td, pack.cos_Tr[last], pack.sin_Tr[last], bounds, pack)
 
     def _attend(
@@ -80,7 +79,7 @@ class _Attention:
         key_TGD = _rotate(
             _zero_centred_rms_norm(key_TGD, m.k_norm.weight, self.eps), pack.cos_Tr, pack.sin_Tr
         )
-        out_QHD = self.attention(
+        out_QHD = self.backbone.kernels.attention(
             query_QHD, key_TGD, value_TGD, cu_q, pack.cu_seqlens, scale=m.scaling, causal=True
         )
         gated = out_QHD.reshape(x_Qd.shape[0], -1) * gate_QHD.reshape(x_Qd.shape[0], -1).sigmoid()
@@ -96,12 +95,10 @@ class _Attention:
 class _GatedDeltaNet:
     """Gated DeltaNet, spec §2: one packed projection, short convolution, gated delta rule, gated norm."""
 
-    def __init__(self, module: Any) -> None:
-        self.module = module
+    def __init__(self, module: Any, backbone: Backbone) -> None:
+        self.module, self.backbone = module, backbone
         self.w_in = _fuse([module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a])
         self.decay_V = -module.A_log.float().exp()
-        self.convolve = registry.select("causal_conv", self.w_in.device)
-        self.delta_rule = registry.select("gated_delta", self.w_in.device)
 
     def __call__(self, x_Td: Tensor, pack: Pack) -> Tensor:
         core_TVD, z_TVD = self._recurrence(x_Td, pack)
@@ -114,11 +111,12 @@ class _GatedDeltaNet:
 
     def _recurrence(self, x_Td: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:
         m, T, V = self.module, x_Td.shape[0], self.module.num_v_heads
+        kernels = self.backbone.kernels
         qkv, z, b_TV, a_TV = F.linear(x_Td, self.w_in).split([m.conv_dim, m.value_dim, V, V], dim=-1)
-        qkv = self.convolve(qkv, m.conv1d.weight[:, 0], m.conv1d.bias, pack.cu_seqlens)
+        qkv = kernels.causal_conv(qkv, m.conv1d.weight[:, 0], m.conv1d.bias, pack.cu_seqlens)
         query, key, value = qkv.split([m.key_dim, m.key_dim, m.value_dim], dim=-1)
         log_decay_TV = self.decay_V * F.softplus(a_TV.float() + m.dt_bias)
-        core_TVD = self.delta_rule(
+        core_TVD = kernels.gated_delta(
             query.view(T, m.num_k_heads, m.head_k_dim),
             key.view(T, m.num_k_heads, m.head_k_dim),
             value.view(T, V, m.head_v_dim),
@@ -151,13 +149,13 @@ class _GatedDeltaNet:
 class Qwen35MoeLayer:
     """One decoder layer on packed tokens; implements :class:`BackboneLayer`."""
 
-    def __init__(self, module: Any, config: Any) -> None:
+    def __init__(self, module: Any, config: Any, backbone: Backbone) -> None:
         self.module, self.eps, self.top_k = module, config.rms_norm_eps, config.num_experts_per_tok
         self.is_attention = module.block_type == "full_attention"
         self.mixer: _Attention | _GatedDeltaNet = (
-            _Attention(module.self_attn, self.eps)
+            _Attention(module.self_attn, self.eps, backbone)
             if self.is_attention
-            else _GatedDeltaNet(module.linear_attn)
+            else _GatedDeltaNet(module.linear_attn, backbone)
         )
         mlp = module.mlp
         self.experts = ExpertWeights(mlp.experts.gate_up_proj, mlp.experts.down_proj)
@@ -201,7 +199,7 @@ class Qwen35MoeBackbone(Backbone):
 
     family = "qwen3_5_moe"
 
-    def __init__(self, model: Any, path: Path, preprocessor: Preprocessor) -> None:
+    def __init__(self, model: Any, path: Path, preprocessor: Preprocessor, kernels: Kernels) -> None:
         self._model = model.eval().requires_grad_(False)
         text = model.config.text_config
         self.path, self.hash, self.preprocessor = path, checkpoint_hash(path), preprocessor
@@ -211,8 +209,11 @@ class Qwen35MoeBackbone(Backbone):
             text.num_experts,
             text.num_experts_per_tok,
         )
-        self.layers: list[BackboneLayer] = [Qwen35MoeLayer(x, text) for x in model.language_model.layers]
-        self._vision = VisionTower(model.visual)
+        self.kernels = kernels
+        self.layers: list[BackboneLayer] = [
+            Qwen35MoeLayer(module, text, self) for module in model.language_model.layers
+        ]
+        self._vision = VisionTower(model.visual, self)
 
     @property
     def model(self) -> Any:

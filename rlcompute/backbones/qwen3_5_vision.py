@@ -17,7 +17,7 @@ from transformers.vision_utils import (
     get_vision_position_ids,
 )
 
-from rlcompute.kernels import registry
+from rlcompute.backbones.base import Backbone
 
 
 def _rotate_vision(x_PHD: Tensor, cos_PD: Tensor, sin_PD: Tensor) -> Tensor:
@@ -28,12 +28,11 @@ def _rotate_vision(x_PHD: Tensor, cos_PD: Tensor, sin_PD: Tensor) -> Tensor:
 class VisionTower:
     """The frozen tower: every frame attends to itself only, all frames of a call in one packed pass."""
 
-    def __init__(self, module: Any) -> None:
-        self.module, self.config = module, module.config
+    def __init__(self, module: Any, backbone: Backbone) -> None:
+        self.module, self.config, self.backbone = module, module.config, backbone
         proj = module.patch_embed.proj
         # A convolution over exactly one window is a linear layer, and much faster as one.
         self.w_patch, self.b_patch = proj.weight.flatten(1), proj.bias
-        self.attention = registry.select("attention", proj.weight.device)
 
     def __call__(self, patches: Tensor, grid_thw: Tensor) -> Tensor:
         """Visual tokens [M,d] of ``patches`` [P, channels*frames*height*width], grids int64 [n,3]."""
@@ -49,7 +48,7 @@ class VisionTower:
         learned = (module.pos_embed(index.to(device)) * weight.to(device)[:, :, None]).sum(1)
         h_Pc = F.linear(patches, self.w_patch, self.b_patch) + learned.to(patches.dtype)
         cos_PD, sin_PD = module.rotary_pos_emb(h_Pc, get_vision_position_ids(grid_thw, merge).to(device))
-        cu_seqlens = get_vision_cu_seqlens(grid_thw).long().to(device)
+        cu_seqlens = get_vision_cu_seqlens(grid_thw).long().cpu()
         for block in module.blocks:
             h_Pc = h_Pc + self._attend(block.attn, block.norm1(h_Pc), cos_PD, sin_PD, cu_seqlens)
             h_Pc = h_Pc + block.mlp(block.norm2(h_Pc))
@@ -61,7 +60,7 @@ class VisionTower:
         query, key, value_PHD = attn.qkv(x_Pc).view(x_Pc.shape[0], 3, attn.num_heads, -1).unbind(1)
         query_PHD = _rotate_vision(query.to(wide), cos_PD, sin_PD).to(x_Pc.dtype)
         key_PHD = _rotate_vision(key.to(wide), cos_PD, sin_PD).to(x_Pc.dtype)
-        out_PHD = self.attention(
+        out_PHD = self.backbone.kernels.attention(
             query_PHD, key_PHD, value_PHD, cu_seqlens, cu_seqlens, scale=attn.scaling, causal=False
         )
         out: Tensor = attn.proj(out_PHD.flatten(1))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlcompute.kernels.registry import register, runs_anywhere
+from rlcompute.kernels.registry import Backend, runs_anywhere
 from rlcompute.kernels.segments import segment_lengths
 
 
@@ -61,8 +61,8 @@ def varlen_attention(
         q_QHD: queries ``[Q, H, D]``.
         k_TGD: keys ``[T, G, D]``; H is a multiple of G and query head h reads key head ``h // (H / G)``.
         v_TGD: values ``[T, G, D]``.
-        cu_q: int64 ``[S + 1]`` offsets of the segments' queries.
-        cu_k: int64 ``[S + 1]`` offsets of the segments' keys.
+        cu_q: int64 ``[S + 1]`` offsets of the segments' queries, on the CPU.
+        cu_k: int64 ``[S + 1]`` offsets of the segments' keys, on the CPU.
         scale: factor on the dot products.
         causal: mask later keys.
 
@@ -112,4 +112,4 @@ def _segment_attention(q_1HAD: Tensor, k_1GBD: Tensor, v_1GBD: Tensor, scale: fl
     )
 
 
-register("attention", "torch", varlen_attention, probe=runs_anywhere)
+BACKEND = Backend(varlen_attention, runs_anywhere)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlcompute.kernels.registry import register, runs_anywhere
+from rlcompute.kernels.registry import Backend, runs_anywhere
 from rlcompute.kernels.segments import positions_in_segment
 
 # Elements of one block of rows: input and output blocks together stay in the L2 cache while K taps pass over.
@@ -40,7 +40,7 @@ def causal_conv_silu(x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, cu_
         x_TC: ``[T, C]``, any floating dtype; half precision is computed in float32.
         weight_CK: ``[C, K]``, the last tap multiplies the current token (layout of ``nn.Conv1d`` squeezed).
         bias_C: ``[C]`` or None.
-        cu_seqlens: int64 ``[S + 1]``.
+        cu_seqlens: int64 ``[S + 1]`` on the CPU.
 
     Returns:
         ``[T, C]`` in the dtype of ``x_TC``.
@@ -51,15 +51,15 @@ def causal_conv_silu(x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, cu_
     recorded = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x_TC, weight_CK, bias_C)
     )
-    if recorded:
+    if recorded or x_TC.device.type != "cpu":
         return _masked_taps(x_TC, taps_KC, bias, cu_seqlens)
     return _blocked_taps(x_TC, taps_KC, bias, cu_seqlens)
 
 
 def _masked_taps(x_TC: Tensor, taps_KC: Tensor, bias_C: Tensor | None, cu_seqlens: Tensor) -> Tensor:
-    """Whole-stream shifts with a mask where a tap would cross a boundary: nothing in place, for autograd."""
+    """Whole-stream shifts with a mask where a tap would cross a boundary: for autograd, and few launches."""
     x = x_TC.to(taps_KC.dtype)
-    position_T1 = positions_in_segment(cu_seqlens)[:, None]
+    position_T1 = positions_in_segment(cu_seqlens)[:, None].to(x.device, non_blocking=True)
     out = x * taps_KC[-1]
     for back in range(1, len(taps_KC)):
         shifted = F.pad(x, (0, 0, back, 0))[: len(x)]
@@ -107,4 +107,4 @@ def _redo_segment_starts(
         out_TC[rows] = F.silu(acc, inplace=True).to(out_TC.dtype)
 
 
-register("causal_conv", "torch", causal_conv_silu, probe=runs_anywhere)
+BACKEND = Backend(causal_conv_silu, runs_anywhere)

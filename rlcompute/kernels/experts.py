@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlcompute.kernels.registry import register, runs_anywhere
-from rlcompute.kernels.routing_plan import plan_routing
+from rlcompute.kernels.registry import Backend, runs_anywhere
+from rlcompute.kernels.routing_plan import RoutingPlan
 
 
 def naive_ragged_experts(
@@ -21,7 +21,7 @@ def naive_ragged_experts(
     gate_up_E2Fd: Tensor,
     down_EdF: Tensor,
 ) -> Tensor:
-    """One (token, expert) pair at a time. Same contract as :func:`ragged_experts`."""
+    """One (token, expert) pair at a time: what :func:`ragged_experts` computes, from the plan's ingredients."""
     out = torch.zeros_like(x_Td)
     for t in range(len(x_Td)):
         for j in range(expert_ids_Tk.shape[1]):
@@ -33,12 +33,7 @@ def naive_ragged_experts(
 
 
 def ragged_experts(
-    x_Td: Tensor,
-    expert_ids_Tk: Tensor,
-    weights_Tk: Tensor,
-    keep_Tk: Tensor | None,
-    gate_up_E2Fd: Tensor,
-    down_EdF: Tensor,
+    x_Td: Tensor, plan: RoutingPlan, weights_Tk: Tensor, gate_up_E2Fd: Tensor, down_EdF: Tensor
 ) -> Tensor:
     """``out[t] = sum_j keep[t, j] * weights[t, j] * FFN_{ids[t, j]}(x[t])``, executing kept pairs only.
 
@@ -46,16 +41,15 @@ def ragged_experts(
 
     Args:
         x_Td: ``[T, d]``.
-        expert_ids_Tk: int64 ``[T, k]``, distinct within a token.
+        plan: which pairs to execute, from :func:`rlcompute.kernels.routing_plan.plan_routing`; the experts of a
+            token are distinct.
         weights_Tk: ``[T, k]`` router weights, applied as they are (renormalise before).
-        keep_Tk: bool ``[T, k]`` pairs to execute; None executes all.
         gate_up_E2Fd: ``[E, 2F, d]``, gate rows first, then up rows (transformers' layout).
         down_EdF: ``[E, d, F]``.
 
     Returns:
         ``[T, d]`` in the dtype of ``x_Td``; zeros for a token without executed experts.
     """
-    plan = plan_routing(expert_ids_Tk, keep_Tk, len(gate_up_E2Fd))
     width = down_EdF.shape[2]
     # Half precision accumulates a token's experts in float32.
     dtype = torch.promote_types(x_Td.dtype, torch.float32)
@@ -74,4 +68,4 @@ def ragged_experts(
     return out_Td.to(x_Td.dtype)
 
 
-register("experts", "torch", ragged_experts, probe=runs_anywhere)
+BACKEND = Backend(ragged_experts, runs_anywhere)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlcompute.kernels.registry import register, runs_anywhere
+from rlcompute.kernels.registry import Backend, runs_anywhere
 from rlcompute.kernels.segments import length_buckets, padded_layout, segment_lengths
 
 # Added to the squared norm of queries and keys, as in transformers and flash-linear-attention.
@@ -70,7 +70,7 @@ def gated_delta_rule(
         v_THV: values ``[T, H, V]``; H is a multiple of K and value head h reads key head ``h // (H / K)``.
         g_TH: log decay ``[T, H]``, finite and <= 0.
         beta_TH: write strength ``[T, H]``, >= 0. Below 2 ** -87 it counts as zero and has no gradient.
-        cu_seqlens: int64 ``[S + 1]``.
+        cu_seqlens: int64 ``[S + 1]`` on the CPU.
 
     Returns:
         ``[T, H, V]`` in the dtype of the values. Half precision is computed in float32.
@@ -82,13 +82,14 @@ def gated_delta_rule(
         return torch.zeros_like(v_THV)
     shapes = [(len(b), *_chunks(lengths[b[0]])) for b in blocks]
     layout = padded_layout(cu_seqlens, blocks, [chunks * length for _, chunks, length in shapes])
-    rows = layout.rows_P.split([math.prod(shape) for shape in shapes])
+    rows = layout.rows_P.to(v_THV.device, non_blocking=True).split([math.prod(shape) for shape in shapes])
     # The base-2 logarithms of decay and write strength are float64: see _pairwise_decay.
     log2_decay_TH = g_TH.double() * math.log2(math.e)
     log2_beta_TH = beta_TH.double().clamp_min(2.0**SMALLEST_LOG2_DECAY).log2()
     inputs = _Inputs(q_TKD, k_TKD, v_THV, log2_decay_TH, log2_beta_TH)
     out_PE = torch.cat([_block(inputs, r.view(shape)) for r, shape in zip(rows, shapes, strict=True)])
-    return out_PE.index_select(0, layout.places_T).view(v_THV.shape).to(v_THV.dtype)
+    places_T = layout.places_T.to(v_THV.device, non_blocking=True)
+    return out_PE.index_select(0, places_T).view(v_THV.shape).to(v_THV.dtype)
 
 
 class _Inputs(NamedTuple):
@@ -218,4 +219,4 @@ def _times(x: Tensor, y: Tensor) -> Tensor:
     return x * y if x.requires_grad or y.requires_grad else x.mul_(y)
 
 
-register("gated_delta", "torch", gated_delta_rule, probe=runs_anywhere)
+BACKEND = Backend(gated_delta_rule, runs_anywhere)

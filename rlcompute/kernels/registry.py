@@ -1,16 +1,17 @@
-"""Which implementation of a kernel runs: backends register, are probed for a device, and the choice is logged.
+"""Which implementation of a kernel runs: backends are probed, one is chosen per operation, and the choice is logged.
 
-A backend is one module that calls :func:`register` when it is imported. ``PROVIDERS`` names the modules of each
-operation in order of preference; they are imported the first time the operation is asked for, so that a
-backend with heavy imports costs nothing where it is not used.
+``PROVIDERS`` lists the backends of each operation. A backend's module is imported only where the library that it
+``requires`` is installed, and ends with ``BACKEND = Backend(implementation, probe)``.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,91 +21,182 @@ from rlcompute.errors import BackendError
 logger = logging.getLogger(__name__)
 
 Kernel = Callable[..., Any]
-Probe = Callable[[torch.device], str | None]
+Probe = Callable[[torch.device, torch.dtype], str | None]
 
-PROVIDERS: dict[str, tuple[str, ...]] = {
-    "attention": ("rlcompute.kernels.attention",),
-    "gated_delta": ("rlcompute.kernels.gated_delta",),
-    "causal_conv": ("rlcompute.kernels.causal_conv",),
-    "experts": ("rlcompute.kernels.experts",),
-    "routing_plan": ("rlcompute.kernels.routing_plan",),
-    "compaction": ("rlcompute.kernels.compaction",),
-    "score_statistic": ("rlcompute.kernels.score_statistic",),
-}
+REFERENCE = "torch"
+"""The backend that every operation has, on every device and in every floating dtype."""
+
+
+@dataclass(frozen=True)
+class Provider:
+    """Where a backend is: its name, its module, and the optional library that the module imports."""
+
+    name: str
+    module: str
+    requires: str | None = None
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One registered implementation.
+    """One implementation of an operation.
 
     Attributes:
-        name: what :func:`select` calls it, e.g. ``"torch"``.
         implementation: the kernel.
-        probe: given the device, ``None`` if the backend can run there, else the reason why not.
+        probe: given device and dtype, ``None`` if it can run there, else the reason why not.
     """
 
-    name: str
     implementation: Kernel
     probe: Probe
 
 
-_backends: dict[str, dict[str, Backend]] = {}
-_logged: set[tuple[str, str]] = set()
+_HERE = "rlcompute.kernels."
+PROVIDERS: dict[str, tuple[Provider, ...]] = {
+    "attention": (Provider(REFERENCE, _HERE + "attention"),),
+    "gated_delta": (Provider(REFERENCE, _HERE + "gated_delta"),),
+    "causal_conv": (Provider(REFERENCE, _HERE + "causal_conv"),),
+    "experts": (Provider(REFERENCE, _HERE + "experts"),),
+    "routing_plan": (Provider(REFERENCE, _HERE + "routing_plan"),),
+    "compaction": (Provider(REFERENCE, _HERE + "compaction"),),
+    "score_statistic": (Provider(REFERENCE, _HERE + "score_statistic"),),
+}
+"""Backends of each operation, the preferred one on a GPU first. On a CPU ``torch`` comes before all others: what else
+runs there are interpreters and loops, for tests and comparisons."""
 
 
-def runs_anywhere(device: torch.device) -> str | None:
+@dataclass(frozen=True)
+class Kernels:
+    """The chosen implementation of every operation; the fields are the keys of :data:`PROVIDERS`."""
+
+    attention: Kernel
+    gated_delta: Kernel
+    causal_conv: Kernel
+    experts: Kernel
+    routing_plan: Kernel
+    compaction: Kernel
+    score_statistic: Kernel
+
+
+def runs_anywhere(device: torch.device, dtype: torch.dtype) -> str | None:
     """Probe of the plain torch backends."""
     return None
 
 
-def register(op: str, backend: str, implementation: Kernel, *, probe: Probe) -> None:
-    """Offer ``implementation`` for ``op``; earlier registrations are preferred over later ones."""
-    _backends.setdefault(op, {})[backend] = Backend(backend, implementation, probe)
+@cache
+def _load(provider: Provider) -> Backend | None:
+    """The backend, or None where the library that it requires is not installed."""
+    if provider.requires is not None and importlib.util.find_spec(provider.requires) is None:
+        return None
+    backend: Backend = importlib.import_module(provider.module).BACKEND
+    return backend
 
 
-def select(op: str, device: torch.device | str = "cpu", forced: str | None = None) -> Kernel:
-    """The implementation of ``op`` for ``device``.
-
-    Args:
-        op: a key of ``PROVIDERS``.
-        device: where the tensors live.
-        forced: a backend's name: that one or an error. ``None``: the first whose probe accepts the device.
+def backends(op: str) -> dict[str, Backend | None]:
+    """All backends of an operation by name; None for one whose library is not installed.
 
     Raises:
-        BackendError: the operation is unknown, no backend accepts the device, or the forced one does not.
+        BackendError: the operation is unknown.
     """
     if op not in PROVIDERS:
         raise BackendError(
             f"unknown kernel operation {op!r}; known operations: {', '.join(sorted(PROVIDERS))}"
         )
-    for module in PROVIDERS[op]:
-        importlib.import_module(module)
+    return {provider.name: _load(provider) for provider in PROVIDERS[op]}
+
+
+def refusals(
+    op: str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> dict[str, str | None]:
+    """By backend, the most preferred first: why it cannot run there, None if it can."""
     device = torch.device(device)
-    refusals = {name: backend.probe(device) for name, backend in _backends[op].items()}
-    available = [name for name, reason in refusals.items() if reason is None]
-    chosen = forced if forced is not None else next(iter(available), None)
-    if chosen is None or chosen not in available:
-        raise BackendError(_refusal(op, device, forced, refusals))
-    if (op, chosen) not in _logged:
-        _logged.add((op, chosen))
-        logger.info("kernel %s on %s: backend %s%s", op, device, chosen, " (forced)" if forced else "")
-    return _backends[op][chosen].implementation
+    found = {
+        provider.name: f"{provider.requires} is not installed"
+        if backend is None
+        else backend.probe(device, dtype)
+        for provider, backend in zip(PROVIDERS[op], backends(op).values(), strict=True)
+    }
+    if device.type == "cpu":
+        return {REFERENCE: found.pop(REFERENCE), **found}
+    return found
 
 
-def _refusal(op: str, device: torch.device, forced: str | None, refusals: dict[str, str | None]) -> str:
-    available = [name for name, reason in refusals.items() if reason is None]
-    reasons = [f"{name}: {reason}" for name, reason in refusals.items() if reason is not None]
+def select(
+    op: str,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    forced: str | None = None,
+) -> Kernel:
+    """The implementation of ``op`` for tensors of ``dtype`` on ``device``.
+
+    Args:
+        op: a key of ``PROVIDERS``.
+        device: where the tensors live.
+        dtype: dtype of the activations.
+        forced: a backend's name: that one or an error. ``None``: the most preferred that can run.
+
+    Raises:
+        BackendError: the operation is unknown, no backend can run there, or the forced one cannot.
+    """
+    chosen = choose(op, device, dtype, forced)
+    _log_once(op, str(device), chosen, forced is not None)
+    backend = backends(op)[chosen]
+    assert backend is not None
+    return backend.implementation
+
+
+def choose(
+    op: str,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    forced: str | None = None,
+) -> str:
+    """The name of the backend that :func:`select` takes; same arguments and errors."""
+    known = backends(op)
+    reasons = refusals(op, device, dtype)
+    usable = [name for name, reason in reasons.items() if reason is None]
+    if forced is None and usable:
+        return usable[0]
+    if forced in usable:
+        return forced
     if forced is None:
-        problem = f"no backend of kernel {op!r} runs on {device}"
-    elif forced in refusals:
-        problem = f"backend {forced!r} of kernel {op!r} was forced but does not run on {device}"
+        problem = f"no backend of kernel {op!r} runs on {device} in {dtype}"
+    elif forced in known:
+        problem = f"backend {forced!r} of kernel {op!r} was forced but does not run on {device} in {dtype}"
     else:
         problem = f"backend {forced!r} of kernel {op!r} was forced but does not exist"
-    return "; ".join(
-        [
-            problem,
-            f"available: {', '.join(available) or 'none'}",
-            *([f"refused: {', '.join(reasons)}"] if reasons else []),
-            "choose an available backend, or none to let the registry choose",
-        ]
+    refused = [f"{name}: {reason}" for name, reason in reasons.items() if reason is not None]
+    raise BackendError(
+        "; ".join(
+            [
+                problem,
+                f"available: {', '.join(usable) or 'none'}",
+                *([f"refused: {', '.join(refused)}"] if refused else []),
+                "choose an available backend, or none to let the registry choose",
+            ]
+        )
     )
+
+
+@cache
+def _log_once(op: str, device: str, chosen: str, forced: bool) -> None:
+    logger.info("kernel %s on %s: backend %s%s", op, device, chosen, " (forced)" if forced else "")
+
+
+def resolve(
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    forced: Mapping[str, str] | None = None,
+) -> Kernels:
+    """All operations at once.
+
+    Args:
+        device: where the tensors live.
+        dtype: dtype of the activations.
+        forced: backend names by operation; the others are chosen.
+
+    Raises:
+        BackendError: see :func:`select`; also an unknown operation among the forced ones.
+    """
+    forced = forced or {}
+    for op in forced:
+        backends(op)
+    return Kernels(**{op: select(op, device, dtype, forced.get(op)) for op in PROVIDERS})

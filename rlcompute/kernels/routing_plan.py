@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlcompute.kernels.registry import register, runs_anywhere
+from rlcompute.kernels.registry import Backend, runs_anywhere
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,8 @@ class RoutingPlan:
     """Rows sorted by expert; the shapes do not depend on how many rows are kept, so nothing waits for the device.
 
     Attributes:
+        expert_ids_Tk: int64 ``[T, k]``, what the plan was made from.
+        keep_Tk: bool ``[T, k]`` or None, likewise.
         token_rows: int64 ``[R]`` token of each row: expert 0's rows first, in token order inside an expert; pairs
             that are not kept lie at the end, past ``offsets[-1]``, and must not be computed.
         slots: int64 ``[R]`` which of the token's k selections the row is.
@@ -25,6 +27,8 @@ class RoutingPlan:
         counts: int64 ``[E]`` rows of each expert.
     """
 
+    expert_ids_Tk: Tensor
+    keep_Tk: Tensor | None
     token_rows: Tensor
     slots: Tensor
     offsets: Tensor
@@ -46,7 +50,7 @@ def naive_plan_routing(expert_ids_Tk: Tensor, keep_Tk: Tensor | None, num_expert
     rows += [(t, j) for t in range(tokens) for j in range(k) if not kept[t, j]]
     pairs = torch.tensor(rows, dtype=torch.int64).view(-1, 2)
     counts_E = torch.tensor(counts, dtype=torch.int64)
-    return RoutingPlan(pairs[:, 0], pairs[:, 1], counts_E.cumsum(0), counts_E)
+    return RoutingPlan(expert_ids_Tk, keep_Tk, pairs[:, 0], pairs[:, 1], counts_E.cumsum(0), counts_E)
 
 
 def plan_routing(expert_ids_Tk: Tensor, keep_Tk: Tensor | None, num_experts: int) -> RoutingPlan:
@@ -66,7 +70,8 @@ def plan_routing(expert_ids_Tk: Tensor, keep_Tk: Tensor | None, num_experts: int
     counts_E = torch.zeros(num_experts + 1, dtype=torch.int64, device=keys_R.device)
     counts_E = counts_E.index_add_(0, keys_R, torch.ones_like(keys_R))[:num_experts]
     token_rows = torch.div(order_R, max(k, 1), rounding_mode="floor")
-    return RoutingPlan(token_rows, order_R - token_rows * k, counts_E.cumsum(0), counts_E)
+    slots = order_R - token_rows * k
+    return RoutingPlan(expert_ids_Tk, keep_Tk, token_rows, slots, counts_E.cumsum(0), counts_E)
 
 
 def tiles(counts: Tensor, rows_per_tile: int) -> Tensor:
@@ -82,4 +87,4 @@ def tiles(counts: Tensor, rows_per_tile: int) -> Tensor:
     return torch.div(counts + (rows_per_tile - 1), rows_per_tile, rounding_mode="floor")
 
 
-register("routing_plan", "torch", plan_routing, probe=runs_anywhere)
+BACKEND = Backend(plan_routing, runs_anywhere)

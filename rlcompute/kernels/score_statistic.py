@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlcompute.kernels.registry import register, runs_anywhere
+from rlcompute.kernels.registry import Backend, runs_anywhere
 from rlcompute.kernels.segments import segment_lengths
 
 
@@ -31,7 +31,7 @@ def segment_score_statistic(residual_TA: Tensor, features_TF: Tensor, cu_seqlens
     Args:
         residual_TA: ``[T, A]``, one-hot action minus action probabilities.
         features_TF: ``[T, F]``, inputs of the head.
-        cu_seqlens: int64 ``[S + 1]``.
+        cu_seqlens: int64 ``[S + 1]`` on the CPU.
 
     Returns:
         float32 ``[S, A, F]`` (float64 for float64 inputs); zeros for an empty segment.
@@ -48,4 +48,4 @@ def segment_score_statistic(residual_TA: Tensor, features_TF: Tensor, cu_seqlens
     return out_SAF
 
 
-register("score_statistic", "torch", segment_score_statistic, probe=runs_anywhere)
+BACKEND = Backend(segment_score_statistic, runs_anywhere)

@@ -21,14 +21,14 @@ def segment_lengths(cu_seqlens: Tensor) -> list[int]:
     """Host-side lengths of the segments.
 
     Args:
-        cu_seqlens: int64 ``[S + 1]``, starts at 0, non-decreasing.
+        cu_seqlens: int64 ``[S + 1]`` on the CPU, starts at 0, non-decreasing.
     """
     lengths: list[int] = cu_seqlens.diff().tolist()
     return lengths
 
 
 def positions_in_segment(cu_seqlens: Tensor) -> Tensor:
-    """Position of every token inside its segment: int64 ``[T]``."""
+    """Position of every token inside its segment: int64 ``[T]`` on the CPU."""
     lengths = cu_seqlens.diff()
     starts_T = torch.repeat_interleave(cu_seqlens[:-1], lengths)
     return torch.arange(len(starts_T), device=cu_seqlens.device) - starts_T

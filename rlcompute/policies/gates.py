@@ -17,7 +17,8 @@ from torch import Tensor
 from rlcompute.backbones.base import Backbone
 from rlcompute.decision import DROP, ROUTE, SKIP, Decision, Full, Routing
 from rlcompute.encoder import encode
-from rlcompute.kernels import registry
+from rlcompute.kernels.registry import Kernel
+from rlcompute.kernels.score_statistic import segment_score_statistic
 from rlcompute.pack import TEXT, EmbeddedInput, Pack
 from rlcompute.policies.draws import uniform
 
@@ -138,6 +139,7 @@ class SampledGates:
         *,
         temperature: float = 1.0,
         record: bool = False,
+        score_statistic: Kernel = segment_score_statistic,
     ) -> None:
         """Args:
         heads: the behaviour policy.
@@ -145,7 +147,9 @@ class SampledGates:
         temperature: logits are divided by it.
         record: keep what :class:`RecordedLayer` lists (memory: one feature row per decision) instead of the
             statistic.
+        score_statistic: the kernel that sums up the statistic, :attr:`Kernels.score_statistic`.
         """
+        self._score_statistic = score_statistic
         self.heads, self.temperature, self.record = heads, temperature, record
         self.gate_flops_per_token = heads.flops_per_token
         self._keys_S = keys_S
@@ -184,7 +188,7 @@ class SampledGates:
         may_drop_T: Tensor,
         pack: Pack,
     ) -> None:
-        self.decisions_S += pack.lengths_S
+        self.decisions_S += pack.lengths_S.to(self.decisions_S.device, non_blocking=True)
         cell_T = pack.modality_T.long() * NUM_ACTIONS + actions_T
         counts = torch.bincount(cell_T, minlength=3 * NUM_ACTIONS)
         self.action_counts_NM3[layer] += counts.view(3, NUM_ACTIONS)
@@ -197,8 +201,9 @@ class SampledGates:
         # grad_W log pi(a|f) = (onehot(a) - pi) f^T / temperature, spec §3.
         residual_T3 = -probs_T3
         residual_T3.scatter_add_(1, actions_T[:, None], torch.ones_like(residual_T3[:, :1]))
-        statistic = registry.select("score_statistic", features_TF.device)
-        self._statistics.append(statistic(residual_T3 / self.temperature, features_TF, pack.cu_seqlens))
+        self._statistics.append(
+            self._score_statistic(residual_T3 / self.temperature, features_TF, pack.cu_seqlens)
+        )
 
 
 class _InputMoments:

@@ -5,8 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcompute.kernels.experts import naive_ragged_experts, ragged_experts
+from rlcompute.kernels import experts
+from rlcompute.kernels.experts import naive_ragged_experts
+from rlcompute.kernels.routing_plan import plan_routing
 from tests.kernels.packs import assert_close, random, relative_error, uniform, wide
+
+
+def ragged_experts(x, ids, weights, keep, gate_up, down):
+    return experts.ragged_experts(x, plan_routing(ids, keep, len(gate_up)), weights, gate_up, down)
 
 
 def inputs(tokens: int, k: int, experts: int, d: int, width: int, dtype=torch.float32):
