@@ -21,8 +21,10 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, int, int]:
     k, tokens = draw(st.integers(1, experts)), draw(st.integers(0, 40))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     popularity = torch.rand(experts, generator=generator) ** draw(st.sampled_from([0.1, 2.0, 8.0])) + 1e-6
-    ids = torch.stack([torch.multinomial(popularity, k, generator=generator) for _ in range(tokens)]) if tokens else (
-        torch.zeros(0, k, dtype=torch.int64)
+    ids = (
+        torch.stack([torch.multinomial(popularity, k, generator=generator) for _ in range(tokens)])
+        if tokens
+        else (torch.zeros(0, k, dtype=torch.int64))
     )
     if draw(st.booleans()):  # weights with many ties
         weights = torch.randint(0, 3, (tokens, k), generator=generator) / 4
