@@ -51,10 +51,24 @@ class Backend:
 
 _HERE = "rlcompute.kernels."
 PROVIDERS: dict[str, tuple[Provider, ...]] = {
-    "attention": (Provider(REFERENCE, _HERE + "attention"),),
-    "gated_delta": (Provider(REFERENCE, _HERE + "gated_delta"),),
-    "causal_conv": (Provider(REFERENCE, _HERE + "causal_conv"),),
-    "experts": (Provider(REFERENCE, _HERE + "experts"),),
+    "attention": (
+        Provider("flash_attn", _HERE + "attention_flash", requires="flash_attn"),
+        Provider("torch_varlen", _HERE + "attention_varlen"),
+        Provider(REFERENCE, _HERE + "attention"),
+    ),
+    "gated_delta": (
+        Provider("fla", _HERE + "gated_delta_fla", requires="fla"),
+        Provider(REFERENCE, _HERE + "gated_delta"),
+    ),
+    "causal_conv": (
+        Provider("fla", _HERE + "causal_conv_fla", requires="fla"),
+        Provider(REFERENCE, _HERE + "causal_conv"),
+    ),
+    "experts": (
+        Provider("sonicmoe", _HERE + "experts_sonicmoe", requires="sonicmoe"),
+        Provider("grouped_mm", _HERE + "experts_grouped_mm"),
+        Provider(REFERENCE, _HERE + "experts"),
+    ),
     "routing_plan": (Provider(REFERENCE, _HERE + "routing_plan"),),
     "compaction": (Provider(REFERENCE, _HERE + "compaction"),),
     "score_statistic": (Provider(REFERENCE, _HERE + "score_statistic"),),
