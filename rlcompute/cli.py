@@ -28,6 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"rlcompute {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
     _add_train(subparsers)
+    _add_calibrate(subparsers)
     _add_evaluate(subparsers)
     _add_export(subparsers)
     _add_embed(subparsers)
@@ -111,6 +112,15 @@ def _add_train(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser.set_defaults(run=commands.train)
 
 
+def _add_calibrate(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "calibrate", help="measure the cost table that compute.cost=measured charges"
+    )
+    _add_config(parser)
+    parser.add_argument("--out", type=Path, required=True, help=".json file to write, for compute.cost_table")
+    parser.set_defaults(run=commands.calibrate)
+
+
 def _add_evaluate(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("evaluate", help="measure accuracy, compute and time on held-out pairs")
     _add_config(parser)
@@ -149,6 +159,11 @@ def _add_embed(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the backbone"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to compute")
+    parser.add_argument(
+        "--tile-rows",
+        type=positive,
+        help="skip whole tiles of this many expert rows; embeddings then depend on the batch (default: off)",
+    )
     parser.set_defaults(run=commands.embed)
 
 

@@ -32,6 +32,22 @@ def train(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def calibrate(arguments: argparse.Namespace) -> int:
+    """Measures the cost table of this machine."""
+    config = load_config(arguments.config, arguments.overrides)
+    if not arguments.out.parent.is_dir():
+        raise ConfigError(f"{arguments.out}: the folder {arguments.out.parent} does not exist")
+    from rlcompute import calibration
+
+    table, checks = calibration.calibrate(config)
+    table.save(arguments.out)
+    print(
+        f"wrote {arguments.out}: seconds on {table.device_name}, {table.dtype}; its forwards against the clock"
+    )
+    print_rows((x.name, f"{x.predicted:.3f} s by the table, {x.measured:.3f} s measured") for x in checks)
+    return 0
+
+
 def evaluate(arguments: argparse.Namespace) -> int:
     """Measures policies on held-out pairs."""
     config = load_config(arguments.config, arguments.overrides)
@@ -64,7 +80,11 @@ def embed(arguments: argparse.Namespace) -> int:
     check_output(arguments.output)
     ids, sides = read_inputs(arguments.input, arguments.side)
     embedder = AdaptiveEmbedder.from_pretrained(
-        arguments.gates, backbone=arguments.backbone, dtype=arguments.dtype, device=arguments.device
+        arguments.gates,
+        backbone=arguments.backbone,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        tile_rows=arguments.tile_rows,
     )
     embeddings = embedder.encode(rows=sides, batch_size=arguments.batch_size)
     write_embeddings(arguments.output, ids, embeddings)

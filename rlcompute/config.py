@@ -119,7 +119,7 @@ class RewardConfig(Section):
     target_flops_saved: OpenFraction = Field(
         0.45,
         description="Saving to reach, as a fraction (0.45 is 45 %) of the language model's full executed FLOPs over "
-        "query and target.",
+        "query and target, or of what `compute.cost` charges instead.",
     )
     recall_floor: OpenFraction = Field(
         0.98,
@@ -141,6 +141,23 @@ class RewardConfig(Section):
     bank: bool = Field(
         True,
         description="Cached full-compute embeddings of the task's other training pairs are extra negatives.",
+    )
+
+
+class ComputeConfig(Section):
+    """The currency in which the reward charges compute, and in which the controller steers the saving."""
+
+    cost: Literal["flops", "tiles", "measured"] = Field(
+        "flops",
+        description="`flops`: executed FLOPs; `tiles`: the same with experts' rows padded to whole tiles of the pack; "
+        "`measured`: seconds of `cost_table`.",
+    )
+    tile_rows: Count = Field(
+        128, description="Rows of one tile of the grouped product that `tiles` charges (rows)."
+    )
+    cost_table: str | None = Field(
+        None,
+        description="File that `rlcompute calibrate` wrote, for `measured`; every node must have it at this path.",
     )
 
 
@@ -245,6 +262,7 @@ class Config(Section):
     kernels: KernelsConfig = KernelsConfig()
     policy: PolicyConfig = PolicyConfig()
     reward: RewardConfig = RewardConfig()
+    compute: ComputeConfig = ComputeConfig()
     controller: ControllerConfig = ControllerConfig()
     grpo: GRPOSettings = GRPOSettings()
     ray: RayConfig = RayConfig()
@@ -290,6 +308,11 @@ def _cross_field_problems(config: Config) -> list[str]:
         problems.append(
             f"controller.ramp_start={config.controller.ramp_start:g} is above "
             f"reward.target_flops_saved={reward.target_flops_saved:g}: the target would fall, lower ramp_start"
+        )
+    if config.compute.cost == "measured" and config.compute.cost_table is None:
+        problems.append(
+            "compute.cost=measured charges the seconds of a table, but compute.cost_table is not set: name one, made "
+            "on this hardware with `rlcompute calibrate --config <this configuration> --out cost_table.json`"
         )
     if evaluation.pairs_per_modality % evaluation.gallery:
         problems.append(

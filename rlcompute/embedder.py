@@ -17,6 +17,7 @@ from rlcompute.decision import Full, Policy
 from rlcompute.encoder import encode
 from rlcompute.policies.checkpoint import check_backbone, load_gates
 from rlcompute.policies.gates import GreedyGates
+from rlcompute.policies.tile_aware import TileAware
 from rlcompute.preprocess import DEFAULT_MAX_TOKENS
 
 ImageLike = bytes | np.ndarray | Image.Image
@@ -73,7 +74,7 @@ class AdaptiveEmbedder:
 
     Attributes:
         backbone: the frozen model.
-        policy: what decides; stateless, so results do not depend on the batch.
+        policy: what decides; stateless and, unless tile-aware, token by token, so results do not depend on the batch.
     """
 
     def __init__(self, backbone: Backbone, policy: Policy) -> None:
@@ -88,6 +89,7 @@ class AdaptiveEmbedder:
         dtype: str = "float32",
         device: str = "cpu",
         full_compute: bool = False,
+        tile_rows: int | None = None,
     ) -> AdaptiveEmbedder:
         """Load exported gates and the backbone that they name.
 
@@ -97,11 +99,17 @@ class AdaptiveEmbedder:
             dtype: of the backbone, by torch's name.
             device: a torch device.
             full_compute: ignore the gates' decisions, for comparison.
+            tile_rows: rows of a tile of the experts' kernel: skip whole tiles instead of the rows that the gates chose
+                (:class:`~rlcompute.policies.tile_aware.TileAware`). Faster where tiles are large, but an embedding
+                then depends on its batch; None leaves the gates' decisions as they are.
 
         Raises:
+            ValueError: ``tile_rows`` is below 1.
             CheckpointError: gates or backbone are missing or damaged, or do not belong to each other.
             ConfigError: the device is not there.
         """
+        if tile_rows is not None and tile_rows < 1:
+            raise ValueError(f"tile_rows must be at least 1, got {tile_rows}")
         saved = load_gates(path)
         where = saved.backbone["path"] if backbone is None else backbone
         # Texts are cut where they were cut in training.
@@ -109,6 +117,8 @@ class AdaptiveEmbedder:
         loaded = load_backbone(where, dtype=dtype, device=device, max_tokens=max_tokens)
         check_backbone(saved, path, loaded.hash, where)
         policy: Policy = Full() if full_compute else GreedyGates(saved.heads.to(device=device))
+        if tile_rows is not None:
+            policy = TileAware(policy, rows_per_tile=tile_rows, num_experts=loaded.num_experts)
         return cls(loaded, policy)
 
     def encode(
@@ -127,7 +137,7 @@ class AdaptiveEmbedder:
             texts, images, videos: parallel lists; row i joins what they hold at i, None where it has none.
             rows: ready-made sides instead of the lists, e.g. from :func:`rlcompute.data.schema.read_pairs`.
             instruction: put before every input of the lists.
-            batch_size: inputs packed at once; it changes memory and speed, not values.
+            batch_size: inputs packed at once; it changes memory and speed, not values (unless ``tile_rows`` is set).
 
         Returns:
             float32 [N,d], unit norm, in input order.

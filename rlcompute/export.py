@@ -13,6 +13,7 @@ from typing import Any
 
 from rlcompute.backbones import resolve_path
 from rlcompute.backbones.fingerprint import checkpoint_hash
+from rlcompute.charge import describe_cost
 from rlcompute.config import Config
 from rlcompute.errors import CheckpointError, ConfigError
 from rlcompute.policies.checkpoint import TENSORS, SavedGates, check_backbone, load_gates, save_gates
@@ -111,7 +112,7 @@ def model_card(config: Config, saved: SavedGates, checkpoint: Path, evaluation: 
         "  Another backbone is refused.",
         f"- Heads: {layers} layers, {features} features each, droppable tokens: {saved.heads.droppable}.",
         f"- Checkpoint: `{checkpoint.name}`; target saving {config.reward.target_flops_saved:.0%} of the language "
-        "model's executed FLOPs, "
+        f"model's {describe_cost(config.compute)}, "
         f"recall floor {config.reward.recall_floor:.0%} of the teacher's, seed {config.run.seed}.",
         "",
         "```python",

@@ -16,7 +16,9 @@ from safetensors import safe_open
 
 from rlcompute import environment
 from rlcompute.backbones import checkpoint_family, resolve_path
-from rlcompute.config import Config
+from rlcompute.charge import describe_cost
+from rlcompute.config import ComputeConfig, Config
+from rlcompute.cost_table import load_cost_table
 from rlcompute.data import read_pairs
 from rlcompute.environment import GIB
 from rlcompute.errors import CheckpointError
@@ -44,6 +46,7 @@ def describe(config: Config) -> list[tuple[str, Rows]]:
     """The plan as titled tables of (what, value).
 
     Raises:
+        ConfigError: The cost table cannot be read.
         CheckpointError: The backbone's folder is missing or not a transformers checkpoint of a supported family.
         DataError: The training file cannot be used.
     """
@@ -111,8 +114,17 @@ def batch_rows(config: Config, tokens: Sequence[int]) -> Rows:
         ),
         ("tokens per pack", f"{fmean(tokens) * copies:.0f} on average, {max(tokens) * copies} at most"),
         ("shipped to the learner", _shipped(config, micro_batches)),
+        ("the reward charges", _charged(config.compute)),
         ("updates", f"{grpo.iterations * grpo.updates_per_batch} in {grpo.iterations} iterations"),
     ]
+
+
+def _charged(compute: ComputeConfig) -> str:
+    """The currency; a cost table that is missing is found here."""
+    if compute.cost != "measured" or compute.cost_table is None:
+        return describe_cost(compute)
+    table = load_cost_table(compute.cost_table)
+    return f"{describe_cost(compute)}, measured on {table.device_name} in {table.dtype}"
 
 
 def _shipped(config: Config, micro_batches: int) -> str:

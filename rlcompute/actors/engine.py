@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from rlcompute.actors.messages import (
     Rollouts,
 )
 from rlcompute.backbones.base import Backbone
+from rlcompute.charge import Charge
 from rlcompute.config import Config
 from rlcompute.data.schema import Pair, Side
 from rlcompute.decision import Decision, Full, Routing
@@ -37,23 +39,28 @@ from rlcompute.policies.grpo import gradient_from_statistic
 
 EMBEDDED_CACHE_BYTES = 512 * 2**20
 """Bound of the cache of embedded inputs of one worker."""
+EXPERT_ROWS_CACHE_BYTES = 64 * 2**20
+"""Bound of the cache of full compute's rows by expert; filled only if tiles are charged."""
 
 
-class EmbeddedCache:
-    """Embedded inputs by key, the least recently used ones dropped when a bound in bytes is passed."""
+Cached = TypeVar("Cached", EmbeddedInput, Tensor)
+
+
+class InputCache(Generic[Cached]):
+    """What was computed of inputs, by key; the least recently used dropped when a bound in bytes is passed."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._entries: OrderedDict[tuple[str, str], EmbeddedInput] = OrderedDict()
+        self._entries: OrderedDict[tuple[str, str], Cached] = OrderedDict()
 
-    def get(self, key: tuple[str, str]) -> EmbeddedInput | None:
+    def get(self, key: tuple[str, str]) -> Cached | None:
         """The entry, which becomes the most recently used one."""
         if key in self._entries:
             self._entries.move_to_end(key)
         return self._entries.get(key)
 
-    def put(self, key: tuple[str, str], value: EmbeddedInput) -> None:
+    def put(self, key: tuple[str, str], value: Cached) -> None:
         """Adds an entry that is not there yet."""
         self._entries[key] = value
         self._bytes += value.nbytes
@@ -76,7 +83,9 @@ class RolloutEngine:
         self.backbone = backbone
         self._config = config
         self._flops = FlopModel(backbone)
-        self._cache = EmbeddedCache(cache_bytes)
+        self._charge = Charge(config.compute, backbone)
+        self._cache: InputCache[EmbeddedInput] = InputCache(cache_bytes)
+        self._expert_rows: InputCache[Tensor] = InputCache(EXPERT_ROWS_CACHE_BYTES)
         self._kept: dict[tuple[int, int], SampledGates] = {}
 
     def full_embeddings(self, pairs: Sequence[Pair]) -> Array:
@@ -119,10 +128,16 @@ class RolloutEngine:
         self._kept[batch.iteration, batch.index] = gates
         shape = (2, len(batch.pairs), settings.rollouts)
         lengths = torch.tensor([x.length for x in inputs])
+        expert_rows = None
+        if self._charge.by_expert:
+            once = [self._full_expert_rows(pair, side) for side in SIDES for pair in batch.pairs]
+            expert_rows = torch.stack(once).sum(0) * settings.rollouts
         return Rollouts(
             embeddings_2BGd=_numpy(encoded.embeddings_Sd.float().view(*shape, -1)),
             executed_2BG=_numpy(self._flops.executed(encoded.trace, gates.gate_flops_per_token).view(shape)),
             full_2B=_numpy(self._flops.full(lengths).view(shape[:2])),
+            charged_2BG=_numpy(self._charge.executed(encoded.trace, gates.gate_flops_per_token).view(shape)),
+            charged_full_2B=_numpy(self._charge.full(lengths, expert_rows).view(shape[:2])),
             vision_2B=np.array([x.vision_flops for x in inputs]).reshape(shape[:2]),
             entered_N=_numpy(encoded.trace.entered_NS.sum(1)),
             actions_NM3=_numpy(gates.action_counts_NM3),
@@ -157,6 +172,16 @@ class RolloutEngine:
             grid_thw=model_input.grid_thw.numpy(),
             saved=float(1 - executed[0] / full[0]),
         )
+
+    def _full_expert_rows(self, pair: Pair, side: str) -> Tensor:
+        """Rows by expert of one input under full compute, int64 [N,E]; one input at a time, as :meth:`_embed`."""
+        key = (pair.id, side)
+        rows_NE = self._expert_rows.get(key)
+        if rows_NE is None:
+            encoded = encode(self.backbone, *self.backbone.pack([self._embed(pair, side)]), Full())
+            rows_NE = encoded.trace.expert_rows_NE.cpu()
+            self._expert_rows.put(key, rows_NE)
+        return rows_NE
 
     def _embed(self, pair: Pair, side: str) -> EmbeddedInput:
         """An input after token embedding and vision tower.

@@ -40,6 +40,7 @@ class Rollouts:
         embeddings_2BGd: float32, unit norm.
         executed_2BG: float64, FLOPs of the language model, gates included.
         full_2B: float64, the same of full compute.
+        charged_2BG, charged_full_2B: float64, both in the currency of ``compute.cost``.
         vision_2B: float64, FLOPs of the vision tower, spent once per input.
         entered_N: int64, tokens that went through each layer's mixer, over all rollouts.
         actions_NM3: int64, decisions in each layer by token modality (text, image, video) and action.
@@ -49,6 +50,8 @@ class Rollouts:
     embeddings_2BGd: Array
     executed_2BG: Array
     full_2B: Array
+    charged_2BG: Array
+    charged_full_2B: Array
     vision_2B: Array
     entered_N: Array
     actions_NM3: Array

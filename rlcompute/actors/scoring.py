@@ -36,7 +36,7 @@ class Scored:
 
     Attributes:
         advantages_2BG: float64.
-        saved: share of the language model's FLOPs saved over the batch, both sides.
+        saved: share saved over the batch, both sides, of the language model's cost in the currency of ``compute.cost``.
         recall, teacher_recall: mean recall@G by task.
         survivors, reward_spread: see :class:`HealthSigns`.
         actions_NM3: int64, decisions by layer, token modality and action.
@@ -84,7 +84,9 @@ class Scorer:
         embeddings = torch.from_numpy(np.concatenate([part.embeddings_2BGd for part in parts], axis=1))
         executed_2BG = np.concatenate([part.executed_2BG for part in parts], axis=1)
         full_2B = np.concatenate([part.full_2B for part in parts], axis=1)
-        saved_2BG = torch.from_numpy(1.0 - executed_2BG / full_2B[..., None])
+        charged_2BG = np.concatenate([part.charged_2BG for part in parts], axis=1)
+        charged_full_2B = np.concatenate([part.charged_full_2B for part in parts], axis=1)
+        saved_2BG = torch.from_numpy(1.0 - charged_2BG / charged_full_2B[..., None])
         rows = torch.tensor([self._row_of[pair.id] for pair in pairs])
         tasks = [pair.task for pair in pairs]
         batch = RolloutBatch(
@@ -106,23 +108,25 @@ class Scorer:
             _by_task(rewards, "recall", tasks),
             _by_task(rewards, "teacher_recall", tasks),
         )
-        saved = 1.0 - executed_2BG.sum() / (full_2B.sum() * grpo.rollouts)
+        saved = _saved(charged_2BG, charged_full_2B)
         actions_NM3 = np.sum([part.actions_NM3 for part in parts], axis=0)
         metrics = {
-            "compute/lm_saved": saved,
-            "compute/lm_saved_query": 1.0 - executed_2BG[0].sum() / (full_2B[0].sum() * grpo.rollouts),
-            "compute/lm_saved_target": 1.0 - executed_2BG[1].sum() / (full_2B[1].sum() * grpo.rollouts),
+            "compute/lm_saved": _saved(executed_2BG, full_2B),
+            "compute/lm_saved_query": _saved(executed_2BG[0], full_2B[0]),
+            "compute/lm_saved_target": _saved(executed_2BG[1], full_2B[1]),
             "compute/total_saved": _total_saved(executed_2BG, full_2B, parts),
-            **_task_savings(executed_2BG, full_2B, tasks, grpo.rollouts),
+            **_task_savings(executed_2BG, full_2B, tasks),
             **_reward_metrics(rewards),
             **{f"recall/{task}": value for task, value in recall.items()},
             **{f"recall/full_{task}": value for task, value in teacher_recall.items()},
             **_action_metrics(actions_NM3),
         }
+        if self._config.compute.cost != "flops":
+            metrics["compute/charged_saved"] = saved
         spread = float((by_group.amax(1) - by_group.amin(1)).max())
         return Scored(
             advantages_2BG=advantages.view(2, len(pairs), grpo.rollouts).numpy(),
-            saved=float(saved),
+            saved=saved,
             recall=recall,
             teacher_recall=teacher_recall,
             survivors=_survivors(parts, 2 * len(pairs) * grpo.rollouts),
@@ -167,15 +171,16 @@ def _by_task(rewards: RetrievalRewards, field: str, tasks: Sequence[str]) -> dic
     return {task: sum(values) / len(values) for task, values in sorted(grouped.items())}
 
 
-def _task_savings(
-    executed_2BG: Array, full_2B: Array, tasks: Sequence[str], rollouts: int
-) -> dict[str, float]:
+def _saved(cost_G: Array, full: Array) -> float:
+    """Share of the cost of full compute [...] that its rollouts' cost [..., G] leaves."""
+    return float(1.0 - cost_G.sum() / (full.sum() * cost_G.shape[-1]))
+
+
+def _task_savings(executed_2BG: Array, full_2B: Array, tasks: Sequence[str]) -> dict[str, float]:
     """Share of the language model's FLOPs that each task's pairs saved."""
     names = np.array(tasks)
     return {
-        f"compute/lm_saved_{task}": float(
-            1.0 - executed_2BG[:, names == task].sum() / (full_2B[:, names == task].sum() * rollouts)
-        )
+        f"compute/lm_saved_{task}": _saved(executed_2BG[:, names == task], full_2B[:, names == task])
         for task in sorted(set(tasks))
     }
 

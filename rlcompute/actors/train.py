@@ -23,6 +23,7 @@ from rlcompute.actors.scoring import Scorer
 from rlcompute.actors.teacher import teacher_bank
 from rlcompute.backbones import checkpoint_family, resolve_path
 from rlcompute.backbones.fingerprint import checkpoint_hash
+from rlcompute.charge import check_cost_table
 from rlcompute.config import DEMO_BACKBONE, Config
 from rlcompute.data import Pair, read_pairs
 from rlcompute.envs.reward import check_negatives
@@ -116,6 +117,7 @@ def check(config: Config, *, resume: bool) -> Inputs:
         "hash": checkpoint_hash(folder),
     }
     shape = read_shape(folder)
+    check_cost_table(config, backbone["hash"])
     initial = None
     if config.policy.init_from is not None:
         saved = load_gates(config.policy.init_from)

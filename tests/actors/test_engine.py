@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlcompute.actors.engine import EmbeddedCache, RolloutEngine
+from rlcompute.actors.engine import InputCache, RolloutEngine
 from rlcompute.actors.messages import GradientRequest, MicroBatch
 from rlcompute.backbones.base import Backbone
 from rlcompute.decision import DROP, ROUTE, SKIP, Full
@@ -120,7 +120,7 @@ def embedded(length: int) -> EmbeddedInput:
 
 def test_cache_drops_the_least_recently_used_within_its_bound() -> None:
     size = embedded(10).nbytes
-    cache = EmbeddedCache(3 * size)
+    cache = InputCache[EmbeddedInput](3 * size)
     for name in "abc":
         cache.put((name, "query"), embedded(10))
     assert cache.get(("a", "query")) is not None
