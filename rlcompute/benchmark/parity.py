@@ -142,11 +142,12 @@ def _check_case(
         computed = evaluate(op, kernel, problem, device, dtype)
     except BackendError as error:
         return ParityResult(case, math.nan, tolerance, str(error))
-    return ParityResult(case, largest_error(computed, _case_reference(op, case, dtype)), tolerance)
+    return ParityResult(case, largest_error(computed, case_reference(op, case, dtype)), tolerance)
 
 
 @cache
-def _case_reference(op: str, case: str, dtype: torch.dtype) -> Outputs:
+def case_reference(op: str, case: str, dtype: torch.dtype) -> Outputs:
+    """:func:`reference` of a named problem, computed once however many backends are compared with it."""
     return reference(op, PROBLEMS[op][case](), dtype)
 
 
