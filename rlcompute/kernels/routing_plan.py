@@ -87,4 +87,42 @@ def tiles(counts: Tensor, rows_per_tile: int) -> Tensor:
     return torch.div(counts + (rows_per_tile - 1), rows_per_tile, rounding_mode="floor")
 
 
+def naive_tile_map(plan: RoutingPlan, rows_per_tile: int) -> tuple[Tensor, Tensor]:
+    """One expert at a time, without the unused entries at the end. Else the contract of :func:`tile_map`."""
+    pairs = [
+        (expert, start)
+        for expert, (stop, count) in enumerate(zip(plan.offsets.tolist(), plan.counts.tolist(), strict=True))
+        for start in range(stop - count, stop, rows_per_tile)
+    ]
+    table = torch.tensor(pairs, dtype=torch.int32).view(-1, 2)
+    return table[:, 0], table[:, 1]
+
+
+def tile_map(plan: RoutingPlan, rows_per_tile: int) -> tuple[Tensor, Tensor]:
+    """Tiles of a grouped GEMM: up to ``rows_per_tile`` consecutive rows of one expert, in the order of the rows.
+
+    How many there are depends on the routing and stays on the device. The tables are as long as the largest
+    number that R rows of E experts can need, which shapes tell: every tile is full but the last of each expert.
+
+    Args:
+        plan: rows that are not kept are in no tile.
+        rows_per_tile: M.
+
+    Returns:
+        int32 ``tile_expert`` and ``tile_start`` (first row), both -1 past the last tile; both of length
+        ``floor((R + min(E, R) * (M - 1)) / M)``.
+    """
+    rows, experts = len(plan.token_rows), len(plan.counts)
+    most = (rows + min(experts, rows) * (rows_per_tile - 1)) // rows_per_tile
+    per_expert_E = tiles(plan.counts, rows_per_tile)
+    ends_E = per_expert_E.cumsum(0)
+    tile_N = torch.arange(most, device=ends_E.device)
+    expert_N = torch.searchsorted(ends_E, tile_N, right=True)
+    # What lies past the last tile is looked up under the last expert, and then struck out.
+    unused_N, row_expert_N = expert_N >= experts, expert_N.clamp(max=experts - 1)
+    first_row_E, first_tile_E = plan.offsets - plan.counts, ends_E - per_expert_E
+    start_N = first_row_E[row_expert_N] + (tile_N - first_tile_E[row_expert_N]) * rows_per_tile
+    return expert_N.masked_fill(unused_N, -1).int(), start_N.masked_fill(unused_N, -1).int()
+
+
 BACKEND = Backend(plan_routing, runs_anywhere)

@@ -4,7 +4,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcompute.kernels.routing_plan import naive_plan_routing, plan_routing, tiles
+from rlcompute.kernels.routing_plan import (
+    naive_plan_routing,
+    naive_tile_map,
+    plan_routing,
+    tile_map,
+    tiles,
+)
 
 
 @given(data=st.data(), tokens=st.integers(0, 8), experts=st.integers(1, 6))
@@ -32,3 +38,29 @@ def test_more_experts_than_the_narrow_sort_key_holds():
 def test_tiles_round_every_expert_up():
     counts = torch.tensor([[0, 1, 127, 128], [129, 256, 300, 0]])
     assert tiles(counts, 128).tolist() == [[0, 1, 1, 1], [2, 2, 3, 0]]
+
+
+@given(data=st.data(), tokens=st.integers(0, 20), experts=st.integers(1, 6), rows_per_tile=st.integers(1, 5))
+@settings(max_examples=80, deadline=None)
+def test_tile_map_equals_expert_by_expert(data, tokens, experts, rows_per_tile):
+    numbers = st.integers(0, experts - 1)
+    ids = torch.tensor(data.draw(st.lists(numbers, min_size=tokens, max_size=tokens)), dtype=torch.int64)
+    flags = torch.tensor(
+        data.draw(st.lists(st.booleans(), min_size=tokens, max_size=tokens)), dtype=torch.bool
+    )
+    plan = plan_routing(ids[:, None], data.draw(st.sampled_from([None, flags[:, None]])), experts)
+    expert, start = tile_map(plan, rows_per_tile)
+    naive_expert, naive_start = naive_tile_map(plan, rows_per_tile)
+    used = len(naive_expert)
+    assert used == int(tiles(plan.counts, rows_per_tile).sum())
+    assert expert.dtype is start.dtype is torch.int32
+    assert torch.equal(expert[:used], naive_expert)
+    assert torch.equal(start[:used], naive_start)
+    assert expert[used:].eq(-1).all() and start[used:].eq(-1).all()
+
+
+def test_tile_map_is_as_long_as_the_worst_routing_needs():
+    spread = torch.tensor([[0]] * 5 + [[1]] * 5 + [[2]])
+    assert tile_map(plan_routing(spread, None, 3), 4)[0].tolist() == [0, 0, 1, 1, 2]
+    one_each = torch.arange(6)[:, None]
+    assert tile_map(plan_routing(one_each, None, 8), 128)[0].tolist() == [0, 1, 2, 3, 4, 5]
