@@ -1,10 +1,10 @@
 """`rlcompute calibrate`: measures the cost table that ``compute.cost=measured`` charges.
 
 Each part of a layer is timed alone, on a pack like a rollout worker's (a micro-batch of the training pairs, all their
-rollouts, one CPU thread) and on shares of its tokens, in rounds over all sizes so that what else the machine does falls
-on all alike. The medians are fitted by least squares of relative errors; where a coefficient comes out negative, it is
-set to 0 and the others are fitted again. What no size changes is the fixed cost that no decision saves. Layers that
-cost the same FLOPs are measured once. A check predicts whole forwards from the table and times them.
+rollouts, one CPU thread) and on shares of its tokens, in rounds over all parts and sizes. The least of the rounds
+counts, for what else the machine does only adds. A fit by least squares of relative errors gives the prices; where one
+comes out negative, it is set to 0 and the others are fitted again. What no size changes is the fixed cost that no
+decision saves. Layers that cost the same FLOPs are measured once. A check predicts whole forwards and times them.
 
 Shape legend: T tokens of the pack, U tokens of a part of it, d hidden size, k selected experts, N layers.
 """
@@ -174,7 +174,7 @@ def _measure_layer(
         for name, run in _part_runs(backbone, layer, size, selection, gates).items():
             parts.setdefault(name, []).append(run)
     seconds = iter(_time([run for runs in parts.values() for run in runs], backbone.device))
-    medians = {name: [next(seconds) for _ in runs] for name, runs in parts.items()}
+    least = {name: [next(seconds) for _ in runs] for name, runs in parts.items()}
 
     tokens = [size.tokens for size in sizes]
     ones = [1.0] * len(sizes)
@@ -182,13 +182,13 @@ def _measure_layer(
     segments = [float(size.pack.num_segments) for size in sizes]
     mixer = [tokens * 2, tokens + segments, ones * 2, [size.pairs for size in sizes] + tokens]
     token, query, mix_fixed, *context = fit(
-        mixer if layer.cost.mix_context else mixer[:3], medians["mix"] + medians["mix_emb"]
+        mixer if layer.cost.mix_context else mixer[:3], least["mix"] + least["mix_emb"]
     )
-    shared, shared_fixed = fit([tokens, ones], medians["shared"])
-    router, router_fixed = fit([tokens, ones], medians["route"])
+    shared, shared_fixed = fit([tokens, ones], least["shared"])
+    router, router_fixed = fit([tokens, ones], least["route"])
     rows = [count * backbone.top_k for count in tokens]
-    row, row_fixed = fit([rows, ones], medians["experts"])
-    (gate_token,) = fit([tokens], medians["gate"])
+    row, row_fixed = fit([rows, ones], least["experts"])
+    (gate_token,) = fit([tokens], least["gate"])
     prices = LayerCost(token, query, context[0] if context else 0.0, shared, router, row)
     return prices, gate_token, mix_fixed + shared_fixed + router_fixed + row_fixed
 
@@ -261,7 +261,7 @@ def _neutral_heads(backbone: Backbone) -> GateHeads:
 
 
 def _time(runs: Sequence[Run], device: torch.device) -> list[float]:
-    """Median seconds of each, over rounds that run all of them; a first round is not timed."""
+    """Least seconds of each, over rounds that run all of them; a first round is not timed."""
     seconds = torch.zeros(ROUNDS, len(runs), dtype=torch.float64)
     for number in range(-1, ROUNDS):
         for column, run in enumerate(runs):
@@ -271,7 +271,7 @@ def _time(runs: Sequence[Run], device: torch.device) -> list[float]:
             _wait(device)
             if number >= 0:
                 seconds[number, column] = time.perf_counter() - start
-    return [float(x) for x in seconds.median(0).values]
+    return [float(x) for x in seconds.amin(0)]
 
 
 def _wait(device: torch.device) -> None:

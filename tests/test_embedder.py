@@ -128,3 +128,13 @@ def test_a_missing_gpu_is_said(export: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="no GPU"):
         AdaptiveEmbedder.from_pretrained(export, device="cuda")
+
+
+def test_tile_aware_skipping_is_asked_for(export: Path) -> None:
+    plain, rows = AdaptiveEmbedder.from_pretrained(export), mixed_rows()
+    aware = AdaptiveEmbedder.from_pretrained(export, tile_rows=16)
+    one_row = AdaptiveEmbedder.from_pretrained(export, tile_rows=1)
+    np.testing.assert_allclose(one_row.encode(rows=rows), plain.encode(rows=rows), atol=5e-5)
+    assert np.abs(aware.encode(rows=rows) - plain.encode(rows=rows)).max() > 1e-3
+    with pytest.raises(ValueError, match="tile_rows must be at least 1"):
+        AdaptiveEmbedder.from_pretrained(export, tile_rows=0)

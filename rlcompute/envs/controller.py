@@ -43,7 +43,8 @@ class ControllerSettings:
     """Keys of the configuration's ``controller`` and ``reward`` sections with the same names, and the length.
 
     Attributes:
-        target_flops_saved: share of the language model's executed FLOPs to save, in (0, 1).
+        target_flops_saved: share to save of what full compute is charged for the language model (``compute.cost``,
+            executed FLOPs by default), in (0, 1).
         recall_floor: least recall of each task as a share of the full-compute recall, in [0, 1].
         iterations: length of the run, for the ramp.
     """

@@ -62,8 +62,8 @@ class RolloutBatch:
     Attributes:
         query_BGd, target_BGd: float [B, G, d], unit-norm embeddings of the rollouts.
         teacher_query_Bd, teacher_target_Bd: float [B, d], full-compute embeddings.
-        query_saved_BG, target_saved_BG: float [B, G], S, saved fraction of the language model's executed
-            FLOPs.
+        query_saved_BG, target_saved_BG: float [B, G], S, saved fraction of what full compute is charged for the
+            language model, in the currency of ``compute.cost`` (executed FLOPs by default).
         tasks, target_ids: B strings each; pairs with equal target id have interchangeable targets.
     """
 

@@ -9,13 +9,17 @@ import torch
 
 from rlcompute.actors.engine import InputCache, RolloutEngine
 from rlcompute.actors.messages import GradientRequest, MicroBatch
+from rlcompute.actors.scoring import Scorer
 from rlcompute.backbones.base import Backbone
 from rlcompute.decision import DROP, ROUTE, SKIP, Full
 from rlcompute.encoder import encode
+from rlcompute.envs.reward import TeacherBank
+from rlcompute.errors import ConfigError
 from rlcompute.flops import FlopModel
 from rlcompute.pack import EmbeddedInput
 from rlcompute.policies.gates import GateHeads, init_heads
 from tests.actors.tiny_run import make_config, make_pairs
+from tests.test_charge import write_table
 
 PAIRS = make_pairs(3)
 BATCH = MicroBatch(iteration=2, index=1, pairs=tuple(PAIRS[:2]))
@@ -138,3 +142,79 @@ def test_bad_content_is_named_by_row(engine: RolloutEngine, side: str) -> None:
     broken = replace(getattr(PAIRS[0], side), images=(b"not an image",))
     with pytest.raises(Exception, match=f"{side} of row 'v00'"):
         engine.full_embeddings([replace(PAIRS[0], **{side: broken})])
+
+
+def test_flops_are_charged_unless_asked_otherwise(engine: RolloutEngine) -> None:
+    result = engine.sample(BATCH, heads())
+    np.testing.assert_array_equal(result.charged_2BG, result.executed_2BG)
+    np.testing.assert_array_equal(result.charged_full_2B, result.full_2B)
+
+
+def test_tiles_are_those_of_the_micro_batch(backbone: Backbone, inputs: Path, tmp_path: Path) -> None:
+    config = make_config(inputs, tmp_path, "x", compute={"cost": "tiles", "tile_rows": 16})
+    engine = RolloutEngine(backbone, config)
+    # Near full compute a rollout is charged what full compute of the same micro-batch is, and its gates.
+    result = engine.sample(BATCH, heads(skip=1e-12, drop=1e-12))
+    gates = result.executed_2BG - result.full_2B[..., None]
+    np.testing.assert_allclose(result.charged_2BG - gates, result.charged_full_2B[..., None].repeat(3, 2))
+    sides = [getattr(pair, side) for side in ("query", "target") for pair in BATCH.pairs for _ in range(3)]
+    embedded = [backbone.embed_inputs([backbone.preprocessor(side)])[0] for side in sides]
+    trace = encode(backbone, *backbone.pack(embedded), Full()).trace
+    hardware = FlopModel(backbone).hardware(trace, 0.0, 16)
+    assert 3 * result.charged_full_2B.sum() == pytest.approx(hardware)
+    assert (result.charged_full_2B > result.full_2B).all()
+
+
+def test_tiles_do_not_depend_on_what_a_worker_ran_before(
+    backbone: Backbone, inputs: Path, tmp_path: Path
+) -> None:
+    config = make_config(inputs, tmp_path, "x", compute={"cost": "tiles", "tile_rows": 16})
+    fresh, used = RolloutEngine(backbone, config), RolloutEngine(backbone, config, cache_bytes=1)
+    used.sample(MicroBatch(1, 0, tuple(PAIRS[1:4])), heads())
+    used.sample(MicroBatch(1, 2, tuple(PAIRS[4:])), heads())
+    first, second = fresh.sample(BATCH, heads()), used.sample(BATCH, heads())
+    np.testing.assert_array_equal(first.charged_2BG, second.charged_2BG)
+    np.testing.assert_array_equal(first.charged_full_2B, second.charged_full_2B)
+    assert (first.charged_2BG > first.executed_2BG).all()
+
+
+def test_another_machines_seconds_are_refused(backbone: Backbone, inputs: Path, tmp_path: Path) -> None:
+    path = str(write_table(backbone, tmp_path / "table.json", device_name="another"))
+    config = make_config(inputs, tmp_path, "x", compute={"cost": "measured", "cost_table": path})
+    with pytest.raises(ConfigError, match="was measured for device_name another"):
+        RolloutEngine(backbone, config)
+
+
+@pytest.mark.parametrize("cost", ["flops", "measured"])
+def test_the_reward_and_the_controller_see_what_is_charged(
+    backbone: Backbone, inputs: Path, tmp_path: Path, cost: str
+) -> None:
+    path = str(write_table(backbone, tmp_path / "table.json", gate_token=0.0, segment=0.0))
+    config = make_config(
+        inputs, tmp_path, "x", compute={"cost": cost, "cost_table": path}, controller={"start_lambda": 5.0}
+    )
+    engine = RolloutEngine(backbone, config)
+    pairs = [PAIRS[0], PAIRS[1]]
+    teacher = torch.from_numpy(engine.full_embeddings(pairs))
+    tasks = [pair.task for pair in pairs]
+    bank = TeacherBank(teacher[0], teacher[1], tasks, [pair.target_id for pair in pairs])
+    scorer = Scorer(config, bank, [pair.id for pair in pairs])
+    part = engine.sample(MicroBatch(0, 0, tuple(pairs)), heads())
+    scored = scorer.score(pairs, [part])
+    charged = 1 - part.charged_2BG.sum() / (3 * part.charged_full_2B.sum())
+    assert scored.saved == pytest.approx(charged)
+    assert scored.metrics["compute/lm_saved"] == pytest.approx(
+        1 - part.executed_2BG.sum() / (3 * part.full_2B.sum())
+    )
+    assert scorer.finish(scored)["controller/saved_average"] == pytest.approx(charged)
+    if cost == "flops":
+        assert "compute/charged_saved" not in scored.metrics
+        return
+    assert scored.metrics["compute/charged_saved"] == pytest.approx(charged)
+    # This table charges routed rows alone, so the saving is the share of rows that did not run.
+    assert abs(charged - scored.metrics["compute/lm_saved"]) > 0.05
+    free = replace(part, charged_2BG=np.zeros_like(part.charged_2BG))
+    assert (
+        Scorer(config, bank, [pair.id for pair in pairs]).score(pairs, [free]).metrics["reward/mean"]
+        > (scored.metrics["reward/mean"])
+    )
