@@ -20,7 +20,7 @@ from rlcompute.kernels.triton_probe import device_refusal
 BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def count_kernel(keep_ptr, counts_ptr, num_tokens, BLOCK: tl.constexpr):
     """``counts[b]``: survivors of block b."""
     block = tl.program_id(0)
@@ -29,7 +29,7 @@ def count_kernel(keep_ptr, counts_ptr, num_tokens, BLOCK: tl.constexpr):
     tl.store(counts_ptr + block, tl.sum(kept, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def scatter_kernel(
     keep_ptr,  # uint8 [T], 0 or 1
     counts_ptr,  # int32 [B]

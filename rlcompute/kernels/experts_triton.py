@@ -72,23 +72,26 @@ class Launches:
     grad_x: Launch
 
 
-def choose_launches(rows: int, experts: int, dtype: torch.dtype) -> Launches:
+def choose_launches(rows: int, experts: int, dtype: torch.dtype, *, ragged: bool) -> Launches:
     """Tile sizes from shapes alone.
 
     Args:
-        rows: R; how many are kept is only known on the device.
+        rows: R.
         experts: E.
         dtype: of the operands.
+        ragged: whether rows may be left out; how many are is only known on the device.
 
     The tile has as many rows as an expert gets on average, between 16 (the least that a matrix instruction
-    takes) and 128: a larger tile multiplies padding, a smaller one reads an expert's weights several times.
+    takes) and 128: a larger tile multiplies padding, a smaller one reads an expert's weights several times. Where
+    rows are left out, half of them is the guess: tiles sized for all rows would cost the same with most of
+    their rows gone.
 
     A stage in shared memory holds steps * (operand rows and columns) elements. All choices stay below the 99 KB of
     the smallest devices of capability 8.x (A100: 163 KB, H100: 227 KB) and, compiled for 8.0 and 9.0, spill no
     registers. Few rows: the products wait for weights, hence one more stage in flight. Many rows: arithmetic
     counts, and eight warps share the accumulators of a 128-row tile.
     """
-    mean = rows / max(experts, 1)
+    mean = rows / experts / (2 if ragged else 1)
     tile = next(size for size in (16, 32, 64, 128) if size >= mean or size == 128)
     if dtype is torch.float32:
         # Exact float32 products run on the ordinary cores and hold their operands in registers: small tiles.
@@ -176,11 +179,16 @@ class _TritonExperts(torch.autograd.Function):
         return grad_x_Td, grad_weights_Tk, None, None, None
 
 
+def _launches(plan: RoutingPlan, dtype: torch.dtype) -> Launches:
+    ragged = plan.keep_Tk is not None
+    return choose_launches(len(plan.token_rows), len(plan.counts), dtype, ragged=ragged)
+
+
 def _forward(
     x_Td: Tensor, weights_Tk: Tensor, gate_up_E2Fd: Tensor, down_EdF: Tensor, plan: RoutingPlan
 ) -> Tensor:
-    experts, d, width = down_EdF.shape
-    launches = choose_launches(len(plan.token_rows), experts, x_Td.dtype)
+    _, d, width = down_EdF.shape
+    launches = _launches(plan, x_Td.dtype)
     tiles = tile_map(plan, launches.gate_up.rows)
     inner_RF = x_Td.new_empty(len(plan.token_rows), width)
     launch = launches.gate_up
@@ -207,8 +215,8 @@ def _backward(
     down_EdF: Tensor,
     plan: RoutingPlan,
 ) -> tuple[Tensor, Tensor]:
-    experts, d, width = down_EdF.shape
-    launches = choose_launches(len(plan.token_rows), experts, x_Td.dtype)
+    _, d, width = down_EdF.shape
+    launches = _launches(plan, x_Td.dtype)
     launch = launches.gate_up_backward
     tiles = tile_map(plan, launch.rows)
     grad_gate_up_R2F = x_Td.new_empty(len(plan.token_rows), 2 * width)

@@ -9,6 +9,9 @@ Expert numbers, rows and tokens are multiplied with widths in int64: E * 2F * d 
 published models. Matrix operands keep their type, accumulators are float32; all other arithmetic is in float32.
 ``input_precision="ieee"`` keeps float32 products from being rounded to TF32 and means nothing for 16-bit operands.
 
+Widths are specialised on (multiples of 16 allow wide loads); the number of tiles changes with every batch and is
+not, else each of its kinds would be compiled separately.
+
 Shape legend: T tokens, k selected experts a token, R = T * k rows, E experts, d hidden width, F expert width;
 BLOCK_M rows of a tile, BLOCK_N output columns, BLOCK_K steps of the summed dimension.
 """
@@ -38,7 +41,7 @@ def _tile_and_block(num_tiles, num_blocks, GROUP: tl.constexpr):
     return first + within % size, within // size
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def gate_up_kernel(
     x_ptr,  # [T, d]
     gate_up_ptr,  # [E, 2F, d]
@@ -88,7 +91,7 @@ def gate_up_kernel(
     tl.store(inner_ptrs, inner.to(inner_ptr.dtype.element_ty), mask=row_live[:, None] & column_live[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def rows_kernel(
     a_ptr,  # [R, K]
     matrix_ptr,  # [E, ...] one matrix of K x N elements an expert
@@ -169,7 +172,7 @@ def reduce_kernel(
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=columns < num_columns)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def gate_up_backward_kernel(
     x_ptr,  # [T, d]
     grad_ptr,  # [T, d] gradient of the layer's output

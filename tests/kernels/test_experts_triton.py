@@ -195,5 +195,10 @@ def test_probe_in_the_interpreter(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tiles_follow_the_mean_number_of_rows(dtype):
-    tiles = [choose_launches(rows * 8, 8, dtype).gate_up.rows for rows in (0, 1, 16, 17, 33, 65, 4000)]
-    assert tiles == [16, 16, 16, 32, 64, *([64, 64] if dtype is torch.float32 else [128, 128])]
+    largest = 64 if dtype is torch.float32 else 128
+    for ragged, factor in ((False, 1), (True, 2)):
+        tiles = [
+            choose_launches(factor * rows * 8, 8, dtype, ragged=ragged).gate_up.rows
+            for rows in (0, 1, 16, 17, 33, 65, 4000)
+        ]
+        assert tiles == [16, 16, 16, 32, 64, largest, largest]
