@@ -55,15 +55,22 @@ def _hardware() -> tuple[list[tuple[str, str]], list[str]]:
 
 
 def _kernels() -> tuple[list[tuple[str, str]], list[str]]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    """One row an operation: the backend that a run would choose, and why each of the others cannot be."""
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     rows, problems = [], []
     for operation in registry.PROVIDERS:
         try:
-            chosen = registry.choose(operation, device)
+            chosen = registry.choose(operation, device, dtype)
         except BackendError as error:
             problems.append(str(error))
-        else:
-            rows.append((f"kernel {operation} on {device}", chosen))
+            continue
+        others = [
+            f"{name}: {reason or 'also runs here'}"
+            for name, reason in registry.refusals(operation, device, dtype).items()
+            if name != chosen
+        ]
+        fact = f"{chosen} ({'; '.join(others)})" if others else chosen
+        rows.append((f"kernel {operation} on {device}, {str(dtype).removeprefix('torch.')}", fact))
     return rows, problems
 
 

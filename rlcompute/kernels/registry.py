@@ -67,11 +67,18 @@ PROVIDERS: dict[str, tuple[Provider, ...]] = {
     "experts": (
         Provider("sonicmoe", _HERE + "experts_sonicmoe", requires="sonicmoe"),
         Provider("grouped_mm", _HERE + "experts_grouped_mm"),
+        Provider("triton", _HERE + "experts_triton", requires="triton"),
         Provider(REFERENCE, _HERE + "experts"),
     ),
     "routing_plan": (Provider(REFERENCE, _HERE + "routing_plan"),),
-    "compaction": (Provider(REFERENCE, _HERE + "compaction"),),
-    "score_statistic": (Provider(REFERENCE, _HERE + "score_statistic"),),
+    "compaction": (
+        Provider("triton", _HERE + "compaction_triton", requires="triton"),
+        Provider(REFERENCE, _HERE + "compaction"),
+    ),
+    "score_statistic": (
+        Provider("triton", _HERE + "score_statistic_triton", requires="triton"),
+        Provider(REFERENCE, _HERE + "score_statistic"),
+    ),
 }
 """Backends of each operation, the preferred one on a GPU first. On a CPU ``torch`` comes before all others: what else
 runs there are interpreters and loops, for tests and comparisons."""

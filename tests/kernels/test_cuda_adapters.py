@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from rlcompute.benchmark import parity
-from rlcompute.benchmark.parity_problems import PROBLEMS, bounds
+from rlcompute.benchmark.parity_problems import PROBLEMS, bounds, experts
 from rlcompute.errors import BackendError
 from rlcompute.kernels import (
     attention_flash,
@@ -29,8 +29,9 @@ from rlcompute.kernels import (
 )
 from rlcompute.kernels.attention import naive_varlen_attention
 from rlcompute.kernels.causal_conv import naive_causal_conv_silu
-from rlcompute.kernels.experts import naive_ragged_experts
+from rlcompute.kernels.experts import naive_ragged_experts, ragged_experts
 from rlcompute.kernels.gated_delta import naive_gated_delta_rule
+from rlcompute.kernels.routing_plan import plan_routing
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ADAPTERS = [attention_flash, attention_varlen, causal_conv_fla, experts_sonicmoe, gated_delta_fla]
@@ -250,8 +251,8 @@ def test_sonicmoe(install):
         assert token_indices.dtype is expert_indices.dtype is torch.int32
         assert router_scores.dtype is torch.float32
         assert (token_indices.diff() >= 0).all()
-        (rows, d, experts), (d2, F_, experts2) = w1.shape, w2.shape
-        assert (rows, d, experts) == (2 * F_, x.shape[1], E) and (d2, experts2) == (d, E)
+        (rows, d, number), (d2, F_, number2) = w1.shape, w2.shape
+        assert (rows, d, number) == (2 * F_, x.shape[1], E) and (d2, number2) == (d, E)
         # Stride order (2, 0, 1): experts outermost, rows of the last but one contiguous.
         assert w1.stride() == (d, 1, 2 * F_ * d) and w2.stride() == (F_, 1, d * F_)
         gate_up, down = w1.permute(2, 0, 1).double(), w2.permute(2, 0, 1).double()
@@ -280,6 +281,22 @@ def test_grouped_mm_survives_nan_in_rows_past_the_end(monkeypatch, dtype):
 
     monkeypatch.setattr(F, "grouped_mm", poisoned)
     assert_parity("experts", experts_grouped_mm.grouped_mm_experts, dtype, may_refuse={"unaligned widths"})
+
+
+@pytest.mark.parametrize("kept", [None, 0.5])
+def test_grouped_mm_gives_the_weights_their_gradients(kept):
+    problem = experts(19, k=2, experts=4, kept=kept)
+    inputs = {name: value.float().requires_grad_() for name, value in problem.values.items()}
+    plan = plan_routing(problem.indices["ids"], problem.indices["keep"], 4)
+    kernels = (experts_grouped_mm.grouped_mm_experts, ragged_experts)
+    found, expected = (
+        torch.autograd.grad(
+            kernel(inputs["x"], plan, inputs["weights"], inputs["gate_up"], inputs["down"]).square().sum(),
+            list(inputs.values()),
+        )
+        for kernel in kernels
+    )
+    assert parity.largest_error(found, wide(*expected)) <= 1e-5
 
 
 def test_grouped_mm_is_deterministic_and_names_the_width_it_cannot_read():

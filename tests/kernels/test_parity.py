@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import os
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from rlcompute.benchmark import parity, parity_problems
+from rlcompute.benchmark.parity_problems import PROBLEMS
 from rlcompute.errors import BackendError
 from rlcompute.kernels import registry
 from rlcompute.kernels.attention import varlen_attention
@@ -18,24 +21,56 @@ from rlcompute.kernels.gated_delta import gated_delta_rule
 from rlcompute.kernels.routing_plan import plan_routing
 
 CPU = torch.device("cpu")
-RUNNABLE = [
-    pytest.param(op, name, dtype, id=f"{op}-{name}-{str(dtype).removeprefix('torch.')}")
-    for dtype in (torch.float32, torch.bfloat16, torch.float64)
-    for op in registry.PROVIDERS
-    for name, reason in registry.refusals(op, CPU, dtype).items()
-    if reason is None and (dtype is not torch.float64 or name == registry.REFERENCE)
-]
+if importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1":
+    importlib.import_module("rlcompute.kernels.triton_interpreter").enable_bf16()
+
+
+def runnable(*dtypes: torch.dtype, names: set[str] | None = None) -> list[pytest.param]:
+    """(op, backend, dtype) of all backends that accept the CPU."""
+    return [
+        pytest.param(op, name, dtype, id=f"{op}-{name}-{str(dtype).removeprefix('torch.')}")
+        for dtype in dtypes
+        for op in registry.PROVIDERS
+        for name, reason in registry.refusals(op, CPU, dtype).items()
+        if reason is None and (names is None or name in names)
+    ]
+
+
+LONG = {op: [case for case, make in cases.items() if make().long] for op, cases in PROBLEMS.items()}
+SHORT = {op: [case for case in cases if case not in LONG[op]] for op, cases in PROBLEMS.items()}
+COMPILED = {"torch", "grouped_mm"}
+INTERPRETED = {"triton"}
 
 # Expert widths that are no multiple of 16 bytes are the one thing that a backend may decline.
 MAY_REFUSE = {("experts", "grouped_mm", "unaligned widths")}
 
 
-@pytest.mark.parametrize(("op", "backend", "dtype"), RUNNABLE)
-def test_backend_agrees_with_the_reference(op, backend, dtype):
-    results = parity.check(op, backend, CPU, dtype)
-    assert len(results) == len(parity_problems.PROBLEMS[op])
+def assert_passed(op, backend, dtype, cases):
+    results = parity.check(op, backend, CPU, dtype, cases)
+    assert [r.case for r in results] == cases
     assert [r for r in results if not r.passed] == []
     assert {(op, backend, r.case) for r in results if r.refusal} <= MAY_REFUSE
+
+
+@pytest.mark.parametrize(("op", "backend", "dtype"), runnable(torch.float32, torch.bfloat16))
+def test_backend_agrees_with_the_reference(op, backend, dtype):
+    assert_passed(op, backend, dtype, SHORT[op])
+
+
+@pytest.mark.parametrize(("op", "backend", "dtype"), runnable(torch.float64, names={"torch"}))
+def test_torch_may_stand_in_for_the_reference(op, backend, dtype):
+    assert_passed(op, backend, dtype, SHORT[op])
+
+
+@pytest.mark.parametrize(("op", "backend", "dtype"), runnable(torch.float32, torch.bfloat16, names=COMPILED))
+def test_long_segments(op, backend, dtype):
+    assert_passed(op, backend, dtype, LONG[op])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("op", "backend", "dtype"), runnable(torch.float32, names=INTERPRETED))
+def test_long_segments_in_the_interpreter(op, backend, dtype):
+    assert_passed(op, backend, dtype, LONG[op])
 
 
 lengths = st.lists(st.integers(0, 9), max_size=6)
@@ -68,14 +103,25 @@ PACKINGS = {
 }
 
 
-@pytest.mark.parametrize(("op", "backend", "dtype"), [p for p in RUNNABLE if torch.float32 in p.values])
-@given(data=st.data())
-@settings(max_examples=15, deadline=None)
-def test_random_packings(op, backend, dtype, data):
+def assert_random_packing_agrees(op, backend, dtype, data):
     problem = data.draw(PACKINGS[op])
     kernel = registry.select(op, CPU, dtype, backend)
     computed = parity.evaluate(op, kernel, problem, CPU, dtype)
     assert parity.largest_error(computed, parity.reference(op, problem, dtype)) <= parity.TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("op", "backend", "dtype"), runnable(torch.float32, names=COMPILED))
+@given(data=st.data())
+@settings(max_examples=15, deadline=None)
+def test_random_packings(op, backend, dtype, data):
+    assert_random_packing_agrees(op, backend, dtype, data)
+
+
+@pytest.mark.parametrize(("op", "backend", "dtype"), runnable(torch.float32, names=INTERPRETED))
+@given(data=st.data())
+@settings(max_examples=4, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+def test_random_packings_in_the_interpreter(op, backend, dtype, data):
+    assert_random_packing_agrees(op, backend, dtype, data)
 
 
 def error_of(op, kernel, problem, dtype=torch.float32):
