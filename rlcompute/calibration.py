@@ -1,10 +1,11 @@
 """`rlcompute calibrate`: measures the cost table that ``compute.cost=measured`` charges.
 
 Each part of a layer is timed alone, on a pack like a rollout worker's (a micro-batch of the training pairs, all their
-rollouts, one CPU thread) and on shares of its tokens, in rounds over all parts and sizes. The least of the rounds
-counts, for what else the machine does only adds. A fit by least squares of relative errors gives the prices; where one
-comes out negative, it is set to 0 and the others are fitted again. What no size changes is the fixed cost that no
-decision saves. Layers that cost the same FLOPs are measured once. A check predicts whole forwards and times them.
+rollouts, one CPU thread) and on shares of its tokens, in rounds over all parts and sizes. On a CPU the processor time
+counts, on a GPU the wall clock; the median of the rounds. A fit by least squares of relative errors gives the prices;
+where one comes out negative, it is set to 0 and the others are fitted again. What no size changes is the fixed cost
+that no decision saves. Layers that cost the same FLOPs are measured once. A check predicts whole forwards and times
+them.
 
 Shape legend: T tokens of the pack, U tokens of a part of it, d hidden size, k selected experts, N layers.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -124,18 +126,18 @@ def check(backbone: Backbone, table: CostTable, hidden_Td: Tensor, pack: Pack) -
     def random(skip: float, drop: float) -> Policy:
         return RandomActions(keys_S, skip=skip, drop=drop, droppable="all", num_layers=backbone.num_layers)
 
-    policies = {
-        "full compute": Full(),
-        "half of the experts skipped": random(0.5, 0.0),
-        "tenth of the tokens dropped in each layer": random(0.0, 0.1),
+    # The random policies have no gates, but drawing and removing tokens costs them about what it costs gates.
+    contenders: dict[str, tuple[Policy, float]] = {
+        "full compute": (Full(), 0.0),
+        "half of the experts skipped": (random(0.5, 0.0), table.gate_token),
+        "a tenth of the tokens dropped in each layer": (random(0.0, 0.1), table.gate_token),
     }
-    traces = {name: encode(backbone, hidden_Td, pack, policy).trace for name, policy in policies.items()}
-    runs = [lambda policy=policy: encode(backbone, hidden_Td, pack, policy) for policy in policies.values()]
-    seconds = _time(runs, backbone.device)
-    return [
-        Check(name, float(prices.executed(traces[name]).sum()), elapsed)
-        for name, elapsed in zip(policies, seconds, strict=True)
-    ]
+    predicted, runs = [], []
+    for policy, gate_token in contenders.values():
+        trace = encode(backbone, hidden_Td, pack, policy).trace
+        predicted.append(float(prices.executed(trace, gate_token).sum()))
+        runs.append(partial(encode, backbone, hidden_Td, pack, policy))
+    return list(map(Check, contenders, predicted, _time(runs, backbone.device)))
 
 
 def fit(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
@@ -174,7 +176,7 @@ def _measure_layer(
         for name, run in _part_runs(backbone, layer, size, selection, gates).items():
             parts.setdefault(name, []).append(run)
     seconds = iter(_time([run for runs in parts.values() for run in runs], backbone.device))
-    least = {name: [next(seconds) for _ in runs] for name, runs in parts.items()}
+    medians = {name: [next(seconds) for _ in runs] for name, runs in parts.items()}
 
     tokens = [size.tokens for size in sizes]
     ones = [1.0] * len(sizes)
@@ -182,13 +184,13 @@ def _measure_layer(
     segments = [float(size.pack.num_segments) for size in sizes]
     mixer = [tokens * 2, tokens + segments, ones * 2, [size.pairs for size in sizes] + tokens]
     token, query, mix_fixed, *context = fit(
-        mixer if layer.cost.mix_context else mixer[:3], least["mix"] + least["mix_emb"]
+        mixer if layer.cost.mix_context else mixer[:3], medians["mix"] + medians["mix_emb"]
     )
-    shared, shared_fixed = fit([tokens, ones], least["shared"])
-    router, router_fixed = fit([tokens, ones], least["route"])
+    shared, shared_fixed = fit([tokens, ones], medians["shared"])
+    router, router_fixed = fit([tokens, ones], medians["route"])
     rows = [count * backbone.top_k for count in tokens]
-    row, row_fixed = fit([rows, ones], least["experts"])
-    (gate_token,) = fit([tokens], least["gate"])
+    row, row_fixed = fit([rows, ones], medians["experts"])
+    (gate_token,) = fit([tokens], medians["gate"])
     prices = LayerCost(token, query, context[0] if context else 0.0, shared, router, row)
     return prices, gate_token, mix_fixed + shared_fixed + router_fixed + row_fixed
 
@@ -261,17 +263,19 @@ def _neutral_heads(backbone: Backbone) -> GateHeads:
 
 
 def _time(runs: Sequence[Run], device: torch.device) -> list[float]:
-    """Least seconds of each, over rounds that run all of them; a first round is not timed."""
+    """Median seconds of each, over rounds that run all of them; a first round is not timed."""
+    # With one thread, processor time is what the wall clock shows where nothing else runs.
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
     seconds = torch.zeros(ROUNDS, len(runs), dtype=torch.float64)
     for number in range(-1, ROUNDS):
         for column, run in enumerate(runs):
             _wait(device)
-            start = time.perf_counter()
+            start = clock()
             run()
             _wait(device)
             if number >= 0:
-                seconds[number, column] = time.perf_counter() - start
-    return [float(x) for x in seconds.amin(0)]
+                seconds[number, column] = clock() - start
+    return [float(x) for x in seconds.median(0).values]
 
 
 def _wait(device: torch.device) -> None:
