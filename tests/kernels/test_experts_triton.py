@@ -69,6 +69,13 @@ def test_every_tile_size_with_full_and_partial_tiles(dtype, tokens):
     check(case)
 
 
+def test_more_tiles_than_run_side_by_side_and_several_column_blocks():
+    case = inputs(24, 1, 20, 3, 70)
+    case.ids = (torch.arange(24) % 20)[:, None]
+    assert len(case.down) > 2 * choose_launches(24, 20, torch.float32, ragged=False).gate_up.GROUP
+    check(case)
+
+
 def test_no_token_keeps_an_expert():
     assert not check(inputs(6, 2, 4, 5, 3), torch.zeros(6, 2, dtype=torch.bool)).any()
 
