@@ -7,7 +7,7 @@ RUN := runs/quickstart
 DEMO := data/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart data train evaluate export figures test test-fast lint format docs demo-model
+.PHONY: help setup quickstart data train evaluate export figures bench test test-fast lint format docs demo-model
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -50,6 +50,10 @@ figures: setup ## Every accuracy and compute figure of the README (about 25 minu
 	done
 	$(BIN)/rlcompute train --config configs/demo_full.yaml
 	$(BIN)/rlcompute evaluate --config configs/demo_full.yaml
+
+bench: setup ## Every speed figure of the README (about half an hour on two idle cores)
+	$(BIN)/rlcompute benchmark --geometry bench --threads 2 --budget-s 1200 --out benchmarks/results/bench
+	$(BIN)/rlcompute benchmark --geometry demo --tables iv,v --threads 2 --budget-s 120 --out benchmarks/results/demo
 
 test: setup ## Set-up and the whole test suite
 	$(BIN)/python -m pytest

@@ -33,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_export(subparsers)
     _add_embed(subparsers)
     _add_data(subparsers)
+    _add_benchmark(subparsers)
     _add_doctor(subparsers)
     return parser
 
@@ -194,6 +195,27 @@ def _add_data(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         "--on-bad-row", choices=("error", "skip"), default="error", help="stop at a bad row, or count it"
     )
     check.set_defaults(run=commands.data_check)
+
+
+def _add_benchmark(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser("benchmark", help="measure how much of the FLOPs saved becomes time saved")
+    parser.add_argument("--geometry", default="bench", help="demo, bench or qwen3_5_35b_a3b (default: bench)")
+    parser.add_argument("--tables", default=None, help="numbers of tables, for example i,ii (default: all)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to compute")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the model"
+    )
+    parser.add_argument("--threads", type=positive, help="torch threads (default: torch's own number)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/benchmark"), help="folder to write (default: runs/benchmark)"
+    )
+    parser.add_argument(
+        "--budget-s", type=positive, default=600, help="seconds of timed rounds in all (default: 600)"
+    )
+    parser.add_argument(
+        "--kernels", default="", help="backends to force, for example experts=torch,attention=torch"
+    )
+    parser.set_defaults(run=commands.benchmark)
 
 
 def _add_doctor(subparsers: Subparsers[argparse.ArgumentParser]) -> None:

@@ -132,6 +132,32 @@ def data_check(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def benchmark(arguments: argparse.Namespace) -> int:
+    """Measures how much of the FLOPs saved becomes time saved."""
+    forced = dict(_assignment(text) for text in arguments.kernels.split(",") if text)
+    from rlcompute.benchmark import TABLES, run
+
+    run(
+        geometry=arguments.geometry,
+        tables=list(TABLES) if arguments.tables is None else arguments.tables.split(","),
+        device=arguments.device,
+        dtype=arguments.dtype,
+        threads=arguments.threads,
+        out=arguments.out,
+        budget_s=arguments.budget_s,
+        kernels=forced,
+    )
+    print(f"benchmark.json, benchmark.md and pictures are in {arguments.out}")
+    return 0
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    operation, equals, backend = text.partition("=")
+    if not (operation and equals and backend):
+        raise ConfigError(f"--kernels: {text!r} is not of the form operation=backend")
+    return operation, backend
+
+
 def doctor(arguments: argparse.Namespace) -> int:
     """Prints the machine's report; 1 if something is missing."""
     from rlcompute.doctor import report

@@ -1,1 +1,7 @@
-"""Measurements of the kernels and of whole forwards, and the parity of every backend with its reference."""
+"""Measures what the kernel layer is for: FLOPs saved against time saved (``rlcompute benchmark``)."""
+
+from __future__ import annotations
+
+from rlcompute.benchmark.suite import TABLES, run
+
+__all__ = ["TABLES", "run"]
