@@ -75,19 +75,22 @@ def _blocked_taps(x_TC: Tensor, taps_KC: Tensor, bias_C: Tensor | None, cu_seqle
     """
     out_TC = torch.empty_like(x_TC, memory_format=torch.contiguous_format)
     rows = max(MIN_BLOCK_ROWS, BLOCK_ELEMENTS // max(x_TC.shape[1], 1))
-    reach = len(taps_KC) - 1
+    narrow, reach = out_TC.dtype != taps_KC.dtype, len(taps_KC) - 1
     for start in range(0, len(x_TC), rows):
         stop = min(len(x_TC), start + rows)
         first = max(0, start - reach)
         x = x_TC[first:stop].to(taps_KC.dtype)
-        acc_BC = x[start - first :] * taps_KC[-1]
+        acc_BC = torch.empty_like(x[start - first :]) if narrow else out_TC[start:stop]
+        torch.mul(x[start - first :], taps_KC[-1], out=acc_BC)
         for back in range(1, min(reach, stop - 1) + 1):  # a stream may be shorter than the kernel
             skip = max(0, back - start)
             source = x[start - first + skip - back : len(x) - back]
             acc_BC[skip:].addcmul_(source, taps_KC[-1 - back])
         if bias_C is not None:
             acc_BC += bias_C
-        out_TC[start:stop] = F.silu(acc_BC, inplace=True)
+        F.silu(acc_BC, inplace=True)
+        if narrow:
+            out_TC[start:stop] = acc_BC
     _redo_segment_starts(out_TC, x_TC, taps_KC, bias_C, cu_seqlens)
     return out_TC
 

@@ -3,10 +3,9 @@
 Per segment and value head, with unit-norm keys, ``a_t = exp(g_t)`` and ``S_0 = 0``:
 ``S_t = a_t S_{t-1} + b_t k_t (v_t - a_t S_{t-1}^T k_t)^T`` and ``o_t = S_t^T q_t / sqrt(D)``.
 
-Segments of similar length are computed together in blocks small enough for the cache. Up to ``CHUNK``
-tokens a segment is one triangular system and needs no state at all; longer ones are cut into equal chunks
-that hand a state on. No chunk ever spans two segments, so no mask between segments is needed and a segment's
-result does not depend on its neighbours.
+Up to ``CHUNK`` tokens a segment is one triangular system and needs no state at all; longer ones are cut into equal
+chunks that hand a state on. Short segments of similar length are computed together. No chunk ever spans two
+segments, so no mask between segments is needed and a segment's result does not depend on its neighbours.
 
 Shape legend: T packed tokens, S segments, K key heads, H = K * R value heads (R a key head), D key width,
 V value width, N segments of one block, L the length of its chunks.
@@ -21,23 +20,27 @@ import torch
 from torch import Tensor
 
 from rlcompute.kernels.registry import Backend, runs_anywhere
-from rlcompute.kernels.segments import length_buckets, padded_layout, segment_lengths
+from rlcompute.kernels.segments import length_buckets, segment_lengths
 
 # Added to the squared norm of queries and keys, as in transformers and flash-linear-attention.
 NORM_EPS = 1e-6
 # Longest chunk. Arithmetic grows with the chunk, dispatch and state traffic shrink; 96 to 128 was fastest for
 # head widths 32 and 128, 64 up to a quarter slower.
 CHUNK = 128
-# Elements of a block's pairwise matrices (heads x segments x chunk^2): a few of them must fit in the L2 cache.
-BLOCK_ELEMENTS = 400_000
+# A segment whose pairwise matrices (heads x chunk^2) have so many elements runs alone, from slices of the stream: they
+# fill the cache, and gathering it with others would cost more than the dispatch that it saves.
+ALONE_ELEMENTS = 60_000
+# Elements of the pairwise matrices of a block of shorter segments.
+BLOCK_ELEMENTS = 800_000
 # Decays below 2 ** -87 (1e-26) count as zero. They cannot change a float32 result, but products with them
 # would be denormal, which makes the triangular solve on a CPU ten times slower.
 SMALLEST_LOG2_DECAY = -87.0
 
 
-def l2_normalize(x: Tensor) -> Tensor:
-    """``x / sqrt(sum(x^2) + 1e-6)`` over the last dimension."""
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS)
+def l2_normalize(x: Tensor, scale: float = 1.0) -> Tensor:
+    """``scale * x / sqrt(sum(x^2) + 1e-6)`` over the last dimension."""
+    squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
+    return x * (torch.rsqrt(squares + NORM_EPS) * scale)
 
 
 def naive_gated_delta_rule(
@@ -75,50 +78,51 @@ def gated_delta_rule(
     Returns:
         ``[T, H, V]`` in the dtype of the values. Half precision is computed in float32.
     """
-    heads = v_THV.shape[1]
-    lengths = segment_lengths(cu_seqlens)
-    blocks = length_buckets(lengths, lambda longest: BLOCK_ELEMENTS // (heads * _chunks(longest)[1] ** 2))
-    if not blocks:
-        return torch.zeros_like(v_THV)
-    shapes = [(len(b), *_chunks(lengths[b[0]])) for b in blocks]
-    layout = padded_layout(cu_seqlens, blocks, [chunks * length for _, chunks, length in shapes])
-    rows = layout.rows_P.to(v_THV.device, non_blocking=True).split([math.prod(shape) for shape in shapes])
+    heads, dtype = v_THV.shape[1], torch.promote_types(v_THV.dtype, torch.float32)
+    lengths, starts = segment_lengths(cu_seqlens), cu_seqlens.tolist()
     # The base-2 logarithms of decay and write strength are float64: see _pairwise_decay.
-    log2_decay_TH = g_TH.double() * math.log2(math.e)
-    log2_beta_TH = beta_TH.double().clamp_min(2.0**SMALLEST_LOG2_DECAY).log2()
-    inputs = _Inputs(q_TKD, k_TKD, v_THV, log2_decay_TH, log2_beta_TH)
-    out_PE = torch.cat([_block(inputs, r.view(shape)) for r, shape in zip(rows, shapes, strict=True)])
-    places_T = layout.places_T.to(v_THV.device, non_blocking=True)
-    return out_PE.index_select(0, places_T).view(v_THV.shape).to(v_THV.dtype)
+    stream = _Stream(
+        l2_normalize(q_TKD.to(dtype), q_TKD.shape[-1] ** -0.5),
+        l2_normalize(k_TKD.to(dtype)),
+        v_THV.to(dtype),
+        g_TH.double() * math.log2(math.e),
+        beta_TH.double().clamp_min(2.0**SMALLEST_LOG2_DECAY).log2(),
+    )
+    out_THV = torch.empty_like(v_THV, memory_format=torch.contiguous_format)
+
+    def members(longest: int) -> int:
+        elements = heads * _longest_chunk(longest) ** 2
+        return 1 if elements >= ALONE_ELEMENTS else BLOCK_ELEMENTS // elements
+
+    for block in length_buckets(lengths, members):
+        if len(block) == 1:
+            _run_alone(stream, starts[block[0]], lengths[block[0]], out_THV)
+        else:
+            _run_together(stream, [starts[s] for s in block], [lengths[s] for s in block], out_THV)
+    return out_THV
 
 
-class _Inputs(NamedTuple):
+class _Stream(NamedTuple):
+    """The whole packed stream, float32 at least; q and k normalised, logarithms float64."""
+
     q_TKD: Tensor
     k_TKD: Tensor
     v_THV: Tensor
     log2_decay_TH: Tensor
     log2_beta_TH: Tensor
 
-
-def _chunks(longest: int) -> tuple[int, int]:
-    """Number and length of equal chunks of at most ``CHUNK`` tokens: 130 tokens are 2 x 65, not 128 + 2."""
-    chunks = -(-longest // CHUNK)
-    return chunks, -(-longest // chunks)
-
-
-def _block(inputs: _Inputs, rows_NCL: Tensor) -> Tensor:
-    """All chunks of a block of segments, in order: padded rows ``[N * C * L, H * V]``."""
-    last = rows_NCL.shape[1] - 1
-    state_KNDRV = None
-    outputs = []
-    for step, rows_NL in enumerate(rows_NCL.unbind(1)):
-        out_NLKRV, state_KNDRV = _chunk(_gather(inputs, rows_NL), state_KNDRV, step < last)
-        outputs.append(out_NLKRV.flatten(2))
-    return (torch.stack(outputs, dim=1) if last else outputs[0]).view(rows_NCL.numel(), -1)
+    def rows(self, index: slice | Tensor, segments: int) -> _Chunk:
+        """The chunk of N segments at the N * L rows ``index``, heads first; a slice copies nothing."""
+        key_heads = self.q_TKD.shape[1]
+        taken = (x[index] if isinstance(index, slice) else x.index_select(0, index) for x in self)
+        q_NLKD, k_NLKD, v_NLHV, *logs_NLH = (x.unflatten(0, (segments, -1)) for x in taken)
+        log2_decay, log2_beta = (x.permute(2, 0, 1).unflatten(0, (key_heads, -1)) for x in logs_NLH)
+        v_KRNLV = v_NLHV.permute(2, 0, 1, 3).unflatten(0, (key_heads, -1))
+        return _Chunk(q_NLKD.permute(2, 0, 1, 3), k_NLKD.permute(2, 0, 1, 3), v_KRNLV, log2_decay, log2_beta)
 
 
 class _Chunk(NamedTuple):
-    """Heads-first copies of a chunk's rows, at least float32; q and k normalised, logarithms float64."""
+    """One chunk of every segment of a block."""
 
     q_KNLD: Tensor
     k_KNLD: Tensor
@@ -127,20 +131,37 @@ class _Chunk(NamedTuple):
     log2_beta_KRNL: Tensor
 
 
-def _gather(inputs: _Inputs, rows_NL: Tensor) -> _Chunk:
-    (segments, length), key_heads, width = rows_NL.shape, inputs.q_TKD.shape[1], inputs.v_THV.shape[2]
-    dtype = torch.promote_types(inputs.v_THV.dtype, torch.float32)
-    q, k, v, log2_decay, log2_beta = (x.index_select(0, rows_NL.reshape(-1)) for x in inputs)
-    q_NLKD = (l2_normalize(q.to(dtype)) * q.shape[-1] ** -0.5).view(segments, length, key_heads, -1)
-    k_NLKD = l2_normalize(k.to(dtype)).view(segments, length, key_heads, -1)
-    v_NLKRV = v.to(dtype).view(segments, length, key_heads, -1, width)
-    logs_NLKR = (x.view(segments, length, key_heads, -1) for x in (log2_decay, log2_beta))
-    return _Chunk(
-        q_NLKD.permute(2, 0, 1, 3),
-        k_NLKD.permute(2, 0, 1, 3),
-        v_NLKRV.permute(2, 3, 0, 1, 4),
-        *(x.permute(2, 3, 0, 1) for x in logs_NLKR),
-    )
+def _longest_chunk(longest: int) -> int:
+    """Length of a chunk: equal ones of at most ``CHUNK`` tokens, so that 130 tokens are 2 x 65, not 128 + 2."""
+    return -(-longest // -(-longest // CHUNK))
+
+
+def _run_alone(stream: _Stream, start: int, length: int, out_THV: Tensor) -> None:
+    """One segment: its chunks are slices of the stream."""
+    stop, step, state = start + length, _longest_chunk(length), None
+    for first in range(start, stop, step):
+        last = min(first + step, stop)
+        out_KRNLV, state = _chunk(stream.rows(slice(first, last), 1), state, last < stop)
+        out_THV[first:last] = out_KRNLV.flatten(0, 2).transpose(0, 1)
+
+
+def _run_together(stream: _Stream, starts: list[int], lengths: list[int], out_THV: Tensor) -> None:
+    """Segments of similar length, the longest first, padded to its length by their own last rows: what is computed
+    there comes after all that counts, and can neither read nor disturb another segment."""
+    start_N1, length_N1 = torch.tensor(starts)[:, None], torch.tensor(lengths)[:, None]
+    step, state = _longest_chunk(lengths[0]), None
+    for first in range(0, lengths[0], step):
+        position_1L = torch.arange(first, min(first + step, lengths[0]))
+        inside_M = (position_1L < length_N1).flatten()
+        rows_M = (start_N1 + torch.minimum(position_1L, length_N1 - 1)).flatten()
+        rows_M = rows_M.to(out_THV.device, non_blocking=True)
+        more = first + step < lengths[0]
+        out_KRNLV, state = _chunk(stream.rows(rows_M, len(starts)), state, more)
+        out_MHV = out_KRNLV.flatten(0, 1).flatten(1, 2).transpose(0, 1)
+        if not bool(inside_M.all()):
+            kept = inside_M.nonzero().squeeze(1).to(out_THV.device, non_blocking=True)
+            rows_M, out_MHV = rows_M.index_select(0, kept), out_MHV.index_select(0, kept)
+        out_THV.index_copy_(0, rows_M, out_MHV.to(out_THV.dtype))
 
 
 def _chunk(x: _Chunk, state_KNDRV: Tensor | None, hand_on: bool) -> tuple[Tensor, Tensor | None]:
@@ -152,39 +173,48 @@ def _chunk(x: _Chunk, state_KNDRV: Tensor | None, hand_on: bool) -> tuple[Tensor
     ``o_i = d_i S^T q_i + sum_{j<=i} D_ij (q_i k_j) w_j``, and the state handed on is ``d_L S + sum_j D_Lj k_j w_j^T``.
 
     Returns:
-        Outputs ``[N, L, K, R, V]`` and, if ``hand_on``, the state ``[K, N, D, R, V]``.
+        Outputs ``[K, R, N, L, V]`` and, if ``hand_on``, the state ``[K, N, D, R, V]``.
     """
     q_KNLD, k_KNLD, v_KRNLV, log2_decay_KRNL, log2_beta_KRNL = x
-    dtype, (repeat, _, length, width) = v_KRNLV.dtype, v_KRNLV.shape[1:]
+    dtype, (key_heads, repeat, segments, length, width) = v_KRNLV.dtype, v_KRNLV.shape
     reach_KRNL = log2_decay_KRNL.cumsum(-1)
     write_KRNL = log2_beta_KRNL - reach_KRNL
     decay_KRNLL = _pairwise_decay(reach_KRNL, write_KRNL, dtype)
     # Key heads are shared by R value heads: their dot products are computed once.
-    qk_KN2LD = torch.cat([q_KNLD, k_KNLD], dim=2)
-    dots_K1N2LL = (qk_KN2LD @ qk_KN2LD[:, :, length:].transpose(-1, -2)).unsqueeze(1)
-    system_KRNLL = decay_KRNLL * dots_K1N2LL[..., length:, :]
-    scores_KRNLL = _times(decay_KRNLL, dots_K1N2LL[..., :length, :])
+    q_MLD, k_MLD = q_KNLD.flatten(0, 1), k_KNLD.flatten(0, 1)
+    k_MDL = k_MLD.transpose(1, 2)
+    kk_K1NLL, qk_K1NLL = (
+        torch.bmm(a, k_MDL).view(key_heads, 1, segments, length, length) for a in (k_MLD, q_MLD)
+    )
+    system_BLL = (decay_KRNLL * kk_K1NLL).flatten(0, 2)
+    scores_BLL = _times(decay_KRNLL, qk_K1NLL).flatten(0, 2)
     target_KRNLV = v_KRNLV
     if state_KNDRV is not None:
-        reads_KN2LRV = (qk_KN2LD @ state_KNDRV.flatten(3)).unflatten(-1, (repeat, width))
-        reads_KRN2LV = reads_KN2LRV.permute(0, 3, 1, 2, 4)
+        state_MDE = state_KNDRV.flatten(0, 1).flatten(2)
+        read_k, read_q = (
+            torch.bmm(a, state_MDE).view(key_heads, segments, length, repeat, width).permute(0, 3, 1, 2, 4)
+            for a in (k_MLD, q_MLD)
+        )
         carried_KRNL1 = _decay(reach_KRNL.clone()).to(dtype).unsqueeze(-1)
-        target_KRNLV = target_KRNLV - reads_KRN2LV[..., length:, :] * carried_KRNL1
-    update_MLV = torch.linalg.solve_triangular(
-        system_KRNLL.flatten(0, 2), target_KRNLV.flatten(0, 2), upper=False, unitriangular=True
-    )
-    out_KRNLV = torch.bmm(scores_KRNLL.flatten(0, 2), update_MLV).view(v_KRNLV.shape)
-    if state_KNDRV is not None:
-        out_KRNLV = out_KRNLV + reads_KRN2LV[..., :length, :] * carried_KRNL1
-    out_NLKRV = out_KRNLV.permute(2, 3, 0, 1, 4)
+        target_KRNLV = v_KRNLV - _times(read_k, carried_KRNL1)
+    # (system w = target) as (w^T system^T = target^T): of the transposes nothing has to be copied into column order.
+    update_BLV = torch.linalg.solve_triangular(
+        system_BLL.mT, target_KRNLV.flatten(0, 2).mT, upper=True, left=False, unitriangular=True
+    ).mT
+    if state_KNDRV is None:
+        out_BLV = torch.bmm(scores_BLL, update_BLV)
+    else:
+        out_BLV = torch.baddbmm(_times(read_q, carried_KRNL1).flatten(0, 2), scores_BLL, update_BLV)
+    out_KRNLV = out_BLV.view(v_KRNLV.shape)
     if not hand_on:
-        return out_NLKRV, None
+        return out_KRNLV, None
     to_end_KRNL1 = _decay(reach_KRNL[..., -1:] + write_KRNL).to(dtype).unsqueeze(-1)
-    decayed_KNLRV = (update_MLV.view(v_KRNLV.shape) * to_end_KRNL1).permute(0, 2, 3, 1, 4)
-    written_KNDRV = (k_KNLD.transpose(-1, -2) @ decayed_KNLRV.flatten(3)).unflatten(-1, (repeat, width))
+    decayed_KNLRV = _times(update_BLV.view(v_KRNLV.shape), to_end_KRNL1).permute(0, 2, 3, 1, 4)
+    written_MDE = torch.bmm(k_MDL, decayed_KNLRV.flatten(0, 1).flatten(2))
+    written_KNDRV = written_MDE.view(key_heads, segments, -1, repeat, width)
     if state_KNDRV is not None:
         written_KNDRV = written_KNDRV + state_KNDRV * carried_KRNL1[..., -1:, :].permute(0, 2, 3, 1, 4)
-    return out_NLKRV, written_KNDRV
+    return out_KRNLV, written_KNDRV
 
 
 def _pairwise_decay(reach_KRNL: Tensor, write_KRNL: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,12 +1,11 @@
 """Segment bookkeeping that the CPU kernels share: which packed rows belong together, and length buckets.
 
-Shape legend: T packed tokens, S segments, N segments of one bucket, L the bucket's padded length.
+Shape legend: T packed tokens, S segments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -59,40 +58,3 @@ def length_buckets(
         buckets[-1].append(segment)
         room -= 1
     return buckets
-
-
-@dataclass(frozen=True)
-class PaddedLayout:
-    """Buckets laid end to end, every segment padded to its bucket's length: P padded rows in all.
-
-    Attributes:
-        rows_P: int64 packed row of each padded row. Padding repeats the segment's own last row, so that
-            whatever is computed there can neither read nor disturb another segment.
-        places_T: int64 padded row of each packed token, the way back.
-    """
-
-    rows_P: Tensor
-    places_T: Tensor
-
-
-def padded_layout(
-    cu_seqlens: Tensor, buckets: Sequence[Sequence[int]], padded: Sequence[int]
-) -> PaddedLayout:
-    """Lay out buckets of segments.
-
-    Args:
-        cu_seqlens: int64 ``[S + 1]``.
-        buckets: segment numbers per bucket; every non-empty segment appears exactly once, no empty one does.
-        padded: padded length of each bucket, at least that of its longest segment.
-    """
-    device = cu_seqlens.device
-    order_N = torch.tensor([s for bucket in buckets for s in bucket], dtype=torch.int64, device=device)
-    sizes = [n for bucket, n in zip(buckets, padded, strict=True) for _ in bucket]
-    padded_N = torch.tensor(sizes, dtype=torch.int64, device=device)
-    start_N, last_N = cu_seqlens[order_N], cu_seqlens[order_N + 1] - 1
-    begin_N = padded_N.cumsum(0) - padded_N
-    rows_P = torch.arange(sum(sizes), device=device) + torch.repeat_interleave(start_N - begin_N, padded_N)
-    rows_P = torch.minimum(rows_P, torch.repeat_interleave(last_N, padded_N))
-    shift_S = torch.zeros_like(cu_seqlens[:-1]).index_copy_(0, order_N, begin_N - start_N)
-    places_T = torch.repeat_interleave(shift_S, cu_seqlens.diff())
-    return PaddedLayout(rows_P, places_T + torch.arange(len(places_T), device=device))

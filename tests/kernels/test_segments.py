@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 
 from rlcompute.kernels.segments import (
     length_buckets,
-    padded_layout,
     positions_in_segment,
 )
 from tests.kernels.packs import offsets, short_packs
@@ -27,20 +26,3 @@ def test_buckets_hold_every_segment_once_within_their_bounds(lengths, room, rati
         assert len(bucket) <= max(1, room)
         assert lengths[bucket[0]] == max(lengths[s] for s in bucket)
         assert lengths[bucket[0]] <= ratio * min(lengths[s] for s in bucket)
-
-
-@given(lengths=short_packs)
-@settings(max_examples=40, deadline=None)
-def test_padding_and_unpadding_give_the_stream_back(lengths):
-    cu = offsets(lengths)
-    buckets = length_buckets(lengths, lambda longest: 3)
-    padded = [lengths[bucket[0]] + 1 for bucket in buckets]
-    layout = padded_layout(cu, buckets, padded)
-    assert len(layout.rows_P) == sum(len(b) * n for b, n in zip(buckets, padded, strict=True))
-    assert layout.rows_P[layout.places_T].tolist() == list(range(sum(lengths)))
-
-
-def test_padding_repeats_the_segments_own_last_row():
-    layout = padded_layout(offsets((2, 0, 3)), [[2], [0]], [4, 3])
-    assert layout.rows_P.tolist() == [2, 3, 4, 4, 0, 1, 1]
-    assert layout.places_T.tolist() == [4, 5, 0, 1, 2]
