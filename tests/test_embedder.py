@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from rlcompute.backbones import load_backbone
+from rlcompute.cli import main
 from rlcompute.data.schema import Side
 from rlcompute.embedder import AdaptiveEmbedder
 from rlcompute.errors import CheckpointError, ConfigError, DataError
@@ -138,3 +139,13 @@ def test_tile_aware_skipping_is_asked_for(export: Path) -> None:
     assert np.abs(aware.encode(rows=rows) - plain.encode(rows=rows)).max() > 1e-3
     with pytest.raises(ValueError, match="tile_rows must be at least 1"):
         AdaptiveEmbedder.from_pretrained(export, tile_rows=0)
+
+
+def test_the_command_asks_for_it_too(export: Path, tmp_path: Path) -> None:
+    texts = ["word " * (i + 1) for i in range(6)]
+    (tmp_path / "in.txt").write_text("\n".join(texts))
+    options = [str(export), str(tmp_path / "in.txt"), str(tmp_path / "out.npy"), "--tile-rows", "16"]
+    assert main(["embed", *options]) == 0
+    aware = AdaptiveEmbedder.from_pretrained(export, tile_rows=16).encode(texts)
+    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), aware, atol=1e-6)
+    assert np.abs(AdaptiveEmbedder.from_pretrained(export).encode(texts) - aware).max() > 1e-4

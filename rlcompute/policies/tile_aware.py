@@ -1,13 +1,12 @@
 """A policy whose skips are rounded to whole tiles of expert rows (:mod:`rlcompute.kernels.tile_skip`).
 
-Shape legend: T tokens, U tokens that stay, k selected experts.
+Shape legend: T tokens, k selected experts.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from rlcompute.decision import Decision, Policy, Routing
@@ -37,17 +36,14 @@ class TileAware:
         decision = self.policy.decide(layer, x_Td, routing, pack)
         if decision.keep is None:
             return decision
-        ids_Tk, weights_Tk, keep = routing.expert_ids_Tk, routing.weights_Tk, decision.keep
+        ids_Tk, keep, experts = routing.expert_ids_Tk, decision.keep, self._num_experts
         keep_Tk = keep[:, None].expand_as(ids_Tk) if keep.ndim == 1 else keep
-        if decision.drop_T is None:
-            return replace(decision, keep=self._rounded(ids_Tk, weights_Tk, keep_Tk))
-        # Rows of dropped tokens run nowhere: they are neither there to be skipped nor a budget.
-        stays_T = ~decision.drop_T
-        stays_T[pack.emb_index_S] = True
-        index_U = stays_T.nonzero().squeeze(1)
-        rounded_Tk = torch.zeros_like(ids_Tk, dtype=torch.bool)
-        rounded_Tk[index_U] = self._rounded(ids_Tk[index_U], weights_Tk[index_U], keep_Tk[index_U])
+        if decision.drop_T is not None:
+            # Rows of dropped tokens are neither there to be skipped nor to be run instead: they go to an expert of
+            # their own, of which nothing is kept.
+            leaves_T = decision.drop_T.clone()
+            leaves_T[pack.emb_index_S] = False
+            ids_Tk, keep_Tk = ids_Tk.masked_fill(leaves_T[:, None], experts), keep_Tk & ~leaves_T[:, None]
+            experts += 1
+        rounded_Tk = tile_aware_keep(ids_Tk, routing.weights_Tk, keep_Tk, self._rows_per_tile, experts)
         return replace(decision, keep=rounded_Tk)
-
-    def _rounded(self, ids_Uk: Tensor, weights_Uk: Tensor, keep_Uk: Tensor) -> Tensor:
-        return tile_aware_keep(ids_Uk, weights_Uk, keep_Uk, self._rows_per_tile, self._num_experts)
