@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rlcompute import __version__, commands
 from rlcompute.errors import RlcomputeError
+from rlcompute.memory import keep_freed_memory
 
 OVERRIDES_HELP = "configuration overrides, for example grpo.iterations=50 reward.target_flops_saved=0.6"
 
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Our own progress says what matters; transformers' bar for each loaded file only breaks up logs.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    keep_freed_memory()
     try:
         code: int = arguments.run(arguments)
     except RlcomputeError as error:

@@ -31,6 +31,7 @@ from rlcompute.actors.messages import GradientRequest, MicroBatch, Reply
 from rlcompute.backbones import load_backbone
 from rlcompute.data.schema import Pair, Side
 from rlcompute.environment import process_memory_bytes
+from rlcompute.memory import keep_freed_memory
 
 NEVER_SYNCED = -1
 
@@ -64,6 +65,7 @@ class RolloutWorker(EnvRunner):  # type: ignore[misc]  # ray is not typed
         super().__init__(config=config, **kwargs)
         # One thread: there is a worker for every core, and a sum's last bits must not depend on the machine.
         torch.set_num_threads(1)
+        keep_freed_memory()
         _write_stacks_on_signal(stack_file(Path(self.config.log_folder), self.worker_index))
         self.weights_version = NEVER_SYNCED
         self._engine: RolloutEngine | None = None
