@@ -1,7 +1,8 @@
-"""Table iv: where one pass spends its time, from pixels to embeddings; full, greedy and sampled gates.
+"""Table iv: where the language model's pass spends its time, under full compute, greedy and sampled gates.
 
 Layers, kernels, policy and pack are wrapped in proxies that tell a stopwatch who is at work; the encoder itself
-is what always runs. The totals are timed without proxies.
+is what always runs. The totals are timed without proxies. Vision tower and token embedding come before the pass, the
+same for every policy; their share is stated in proportion to full compute's pass.
 
 Shape legend: T tokens, S segments, d hidden size.
 """
@@ -24,17 +25,17 @@ from rlcompute.benchmark.variants import segment_keys, swapped_kernels
 from rlcompute.decision import Decision, Full, Policy, Routing
 from rlcompute.encoder import encode
 from rlcompute.kernels.registry import Kernel
-from rlcompute.pack import EmbeddedInput, Pack
+from rlcompute.pack import Pack
 from rlcompute.policies.gates import GateHeads, GreedyGates, SampledGates
 
 TARGET_SAVED = 0.45
 """Share of the FLOPs that the gates save: the middle of the range that training aims at."""
 TABLE = "iv"
+VISION, EVERY = "vision and embedding", "every policy"
 GATES, COMPACTION, PLANNER, STATISTIC = "gates", "compaction", "planner", "score statistic"
 OVERHEAD = (PLANNER, GATES, COMPACTION, STATISTIC)
 """Components that full compute does not need; the planner is counted although full compute plans as well."""
 COMPONENTS = (
-    "vision and embedding",
     "attention",
     "gated delta",
     "router",
@@ -153,23 +154,24 @@ def measure(bench: Bench) -> list[Row]:
     policies = _policies(bench)
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in policies}
 
-    def plain(make: MakePolicy) -> None:
-        hidden_Td, pack = bench.backbone.pack(bench.backbone.embed_inputs(bench.model_inputs))
-        encode(bench.backbone, hidden_Td, pack, make(pack))
+    hidden_Td, pack = bench.backbone.pack(bench.uniform)
 
-    def taken_apart(name: str, make: MakePolicy) -> None:
-        samples[name].append(_components(bench, make))
+    def apart(name: str) -> None:
+        samples[name].append(_components(bench, hidden_Td, pack, policies[name]))
 
-    variants: dict[str, Callable[[], object]] = {}
+    variants: dict[str, Callable[[], object]] = {
+        VISION: lambda: bench.backbone.embed_inputs(bench.model_inputs)
+    }
     for name, make in policies.items():
-        variants[name] = partial(plain, make)
-        variants[f"{name}, apart"] = partial(taken_apart, name, make)
+        variants[name] = partial(_encode, bench, hidden_Td, pack, make)
+        variants[f"{name}, apart"] = partial(apart, name)
     timings = bench.time(variants)
-    flops = {name: _executed(bench, bench.uniform, make) for name, make in policies.items()}
-    rows = []
+    flops = {name: _encode(bench, hidden_Td, pack, make) for name, make in policies.items()}
+
+    full, vision = timings["full"], timings[VISION]
+    rows = [Row(TABLE, VISION, EVERY, vision.median, vision.iqr, extra=_percent(vision.median, full.median))]
     for name in policies:
-        reference, total = timings["full"], timings[name]
-        counted = samples[name][-len(total.samples) :]  # without the warm-up
+        counted = samples[name][-len(full.samples) :]  # without the warm-up
         parts = {
             component: Timing(tuple(sample.get(component, 0.0) for sample in counted))
             for component in COMPONENTS
@@ -177,36 +179,29 @@ def measure(bench: Bench) -> list[Row]:
         whole = sum(part.median for part in parts.values())
         overhead = sum(parts[component].median for component in OVERHEAD)
         extra = {"share": f"planner, gates, compaction and statistic: {100 * overhead / whole:.1f} %"}
-        rows.append(compared(TABLE, "total", name, total, flops[name], reference, flops["full"], extra))
+        rows.append(compared(TABLE, "total", name, timings[name], flops[name], full, flops["full"], extra))
         rows += [
-            Row(
-                TABLE,
-                component,
-                name,
-                part.median,
-                part.iqr,
-                extra={"share": f"{100 * part.median / whole:.1f} %"},
-            )
+            Row(TABLE, component, name, part.median, part.iqr, extra=_percent(part.median, whole))
             for component, part in parts.items()
         ]
     return rows
 
 
-def _components(bench: Bench, make: MakePolicy) -> dict[str, float]:
+def _percent(part: float, whole: float) -> dict[str, str]:
+    return {"share": f"{100 * part / whole:.1f} %"}
+
+
+def _components(bench: Bench, hidden_Td: Tensor, pack: Pack, make: MakePolicy) -> dict[str, float]:
     """Seconds by component of one pass."""
-    backbone = bench.backbone
-    watch = Stopwatch(backbone.device)
+    watch = Stopwatch(bench.backbone.device)
+    timed_pack = _TimedPack(**{f.name: getattr(pack, f.name) for f in fields(Pack)}, watch=watch)
     with watch("other"), _timed_backbone(bench, watch):
-        with watch("vision and embedding"):
-            inputs = backbone.embed_inputs(bench.model_inputs)
-        hidden_Td, pack = backbone.pack(inputs)
-        timed_pack = _TimedPack(**{f.name: getattr(pack, f.name) for f in fields(Pack)}, watch=watch)
-        encode(backbone, hidden_Td, timed_pack, _TimedPolicy(make(pack), watch))
+        encode(bench.backbone, hidden_Td, timed_pack, _TimedPolicy(make(pack), watch))
     return watch.seconds
 
 
-def _executed(bench: Bench, inputs: list[EmbeddedInput], make: MakePolicy) -> float:
-    hidden_Td, pack = bench.backbone.pack(inputs)
+def _encode(bench: Bench, hidden_Td: Tensor, pack: Pack, make: MakePolicy) -> float:
+    """One pass; its executed FLOPs."""
     policy = make(pack)
-    encoded = encode(bench.backbone, hidden_Td, pack, policy)
-    return float(bench.flops.executed(encoded.trace, policy.gate_flops_per_token).sum())
+    trace = encode(bench.backbone, hidden_Td, pack, policy).trace
+    return float(bench.flops.executed(trace, policy.gate_flops_per_token).sum())

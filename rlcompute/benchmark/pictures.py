@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from rlcompute.benchmark.breakdown import EVERY
 from rlcompute.benchmark.rows import Row
 
 _COLOURS = ("#2a6f97", "#d1495b", "#edae49", "#6c757d", "#00798c", "#9b5de5")
@@ -94,6 +95,7 @@ def _against_tokens(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _components(axes: Axes, rows: Sequence[Row]) -> None:
+    rows = [row for row in rows if row.variant != EVERY]
     variants = list(dict.fromkeys(row.variant for row in rows))
     components = list(dict.fromkeys(row.row for row in rows if row.row != "total"))
     left = np.zeros(len(variants))
@@ -108,7 +110,7 @@ def _components(axes: Axes, rows: Sequence[Row]) -> None:
         axes.barh(variants, width, left=left, color=colour, hatch=hatch, edgecolor="white", label=name)
         left += width
     axes.invert_yaxis()
-    axes.set_xlabel("seconds")
+    axes.set_xlabel("seconds of the language model's pass")
     axes.legend(fontsize=8, frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.14))
 
 
