@@ -219,7 +219,7 @@ PROBLEMS: dict[str, Cases] = {
         "no tokens": partial(gated_delta, NOTHING),
         "strong decay": partial(gated_delta, MIXED, strongest=30.0),
         "only <emb> left": partial(gated_delta, EMB_ONLY),
-        "1 to 4,000 tokens": partial(gated_delta, LONG, heads=(1, 2), long=True),
+        "1 to 4,000 tokens": partial(gated_delta, LONG, long=True),
     },
     "causal_conv": {
         "mixed lengths": partial(causal_conv, MIXED),
