@@ -66,7 +66,8 @@ def _executing_rows(keep: Tensor) -> Tensor | None:
     """
     if keep.device.type != "cpu":
         return None
-    return (keep if keep.ndim == 1 else keep.any(dim=1)).nonzero().squeeze(1)
+    rows_R = (keep if keep.ndim == 1 else keep.any(dim=1)).nonzero().squeeze(1)
+    return rows_R if len(rows_R) < len(keep) else None
 
 
 def _routed_experts(
