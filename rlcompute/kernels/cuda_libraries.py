@@ -24,7 +24,6 @@ def cuda_refusal(
     dtype: torch.dtype,
     *,
     architectures: Sequence[int] | None = None,
-    oldest: int = AMPERE,
     dtypes: Sequence[torch.dtype] = HALF_PRECISION,
 ) -> str | None:
     """Why a CUDA kernel cannot run, None if it can.
@@ -32,8 +31,7 @@ def cuda_refusal(
     Args:
         device: where the tensors live.
         dtype: dtype of the activations.
-        architectures: major compute capabilities it is written for; None: ``oldest`` and all later ones.
-        oldest: the first major compute capability that it runs on.
+        architectures: major compute capabilities it is written for; None: Ampere and all later ones.
         dtypes: what it computes in.
     """
     if device.type != "cuda":
@@ -41,12 +39,14 @@ def cuda_refusal(
     if dtype not in dtypes:
         known = " or ".join(str(known).removeprefix("torch.") for known in dtypes)
         return f"computes in {known}, not in {str(dtype).removeprefix('torch.')}"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
     major, minor = torch.cuda.get_device_capability(device)
     if architectures is not None and major not in architectures:
         wanted = " or ".join(f"{one}.x" for one in architectures)
         return f"needs compute capability {wanted}, this GPU has {major}.{minor}"
-    if architectures is None and major < oldest:
-        return f"needs compute capability {oldest}.0 or later, this GPU has {major}.{minor}"
+    if major < AMPERE:
+        return f"needs compute capability {AMPERE}.0 or later, this GPU has {major}.{minor}"
     return None
 
 

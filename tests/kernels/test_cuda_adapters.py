@@ -315,6 +315,7 @@ class TestProbes:
     @pytest.fixture
     def gpu(self, monkeypatch):
         def pretend(*capability):
+            monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
 
         return pretend
@@ -322,6 +323,11 @@ class TestProbes:
     @pytest.mark.parametrize("adapter", ADAPTERS)
     def test_the_cpu_is_refused(self, adapter):
         assert adapter.BACKEND.probe(CPU, torch.bfloat16) == "needs a CUDA device, not cpu"
+
+    @pytest.mark.parametrize("adapter", [*ADAPTERS, experts_grouped_mm])
+    def test_a_machine_without_a_gpu_is_refused(self, monkeypatch, adapter):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        assert adapter.BACKEND.probe(CUDA, torch.bfloat16) == "torch finds no CUDA device"
 
     def test_grouped_mm_runs_on_the_cpu_but_not_in_float64(self):
         assert experts_grouped_mm.probe(CPU, torch.bfloat16) is None
