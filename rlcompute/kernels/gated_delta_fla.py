@@ -60,7 +60,7 @@ def version_refusal() -> str | None:
     if problem is not None:
         return problem
     version: str = importlib.import_module(LIBRARY).__version__
-    # Before 0.6 it takes empty segments for tokens of their neighbours and no grouped value heads.
+    # The first version known to have grouped value heads, cu_seqlens_cpu and fla.modules.causal_conv1d together.
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_VERSION:
         oldest = ".".join(map(str, OLDEST_VERSION))
         return f"needs flash-linear-attention {oldest} or later, {version} is installed"
