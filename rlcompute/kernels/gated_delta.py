@@ -204,14 +204,14 @@ def _chunk(x: _Chunk, state_KNDRV: Tensor | None, hand_on: bool) -> tuple[Tensor
     if state_KNDRV is None:
         out_BLV = torch.bmm(scores_BLL, update_BLV)
     else:
-        out_BLV = torch.baddbmm(_times(read_q, carried_KRNL1).flatten(0, 2), scores_BLL, update_BLV)
+        out_BLV = _times(read_q, carried_KRNL1).flatten(0, 2).baddbmm_(scores_BLL, update_BLV)
     out_KRNLV = out_BLV.view(v_KRNLV.shape)
     if not hand_on:
         return out_KRNLV, None
     to_end_KRNL1 = _decay(reach_KRNL[..., -1:] + write_KRNL).to(dtype).unsqueeze(-1)
-    decayed_KNLRV = _times(update_BLV.view(v_KRNLV.shape), to_end_KRNL1).permute(0, 2, 3, 1, 4)
-    written_MDE = torch.bmm(k_MDL, decayed_KNLRV.flatten(0, 1).flatten(2))
-    written_KNDRV = written_MDE.view(key_heads, segments, -1, repeat, width)
+    decayed_BLD = (k_KNLD.unsqueeze(1) * to_end_KRNL1).flatten(0, 2)
+    written_BDV = torch.bmm(decayed_BLD.transpose(1, 2), update_BLV)
+    written_KNDRV = written_BDV.view(key_heads, repeat, segments, -1, width).permute(0, 2, 3, 1, 4)
     if state_KNDRV is not None:
         written_KNDRV = written_KNDRV + state_KNDRV * carried_KRNL1[..., -1:, :].permute(0, 2, 3, 1, 4)
     return out_KRNLV, written_KNDRV

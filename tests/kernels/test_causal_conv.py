@@ -5,7 +5,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rlcompute.kernels import causal_conv
 from rlcompute.kernels.causal_conv import causal_conv_silu, naive_causal_conv_silu
 from tests.kernels.packs import (
     assert_close,
@@ -32,16 +31,12 @@ def test_equals_token_by_token(dtype, with_bias):
     assert_close(out, reference)
 
 
-@example(lengths=[3], taps=5, rows=1)
-@example(lengths=[3], taps=5, rows=20)
-@given(lengths=short_packs, taps=st.integers(1, 5), rows=st.integers(1, 20))
+@example(lengths=[3], taps=5)
+@given(lengths=short_packs, taps=st.integers(1, 5))
 @settings(max_examples=40, deadline=None)
-def test_random_packings_and_row_blocks(lengths, taps, rows):
+def test_random_packings(lengths, taps):
     x, weight = random(sum(lengths), 3, seed=4), random(3, taps, seed=5)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(causal_conv, "BLOCK_ELEMENTS", 1)
-        patch.setattr(causal_conv, "MIN_BLOCK_ROWS", rows)
-        out = causal_conv_silu(x, weight, None, offsets(lengths))
+    out = causal_conv_silu(x, weight, None, offsets(lengths))
     assert_close(out, naive_causal_conv_silu(*wide(x, weight), None, offsets(lengths)))
 
 
