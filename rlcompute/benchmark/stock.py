@@ -26,6 +26,7 @@ LARGEST_COPY = 2**29
 """Bytes that batched_mm may take for its copies of expert weights. It is made for a handful of tokens: beyond this, the
 copies alone take many times as long as the products of the others."""
 LARGEST_BUCKET = 64
+PADDING = (1.3, 2.0, 3.0)
 
 
 def usable_experts(backbone: Qwen35MoeBackbone, tokens: int) -> list[str]:
@@ -81,12 +82,16 @@ def _count_only(expert_ids_Tk: Tensor, keep_Tk: Tensor | None, num_experts: int)
 def batches(lengths: Sequence[int]) -> dict[str, list[list[int]]]:
     """Ways to batch inputs for a padded forward, by name: input numbers of each forward.
 
-    All in one batch; in buckets of similar length; one input at a time.
+    All in one batch; one input at a time; sorted into buckets whose longest input is at most ``PADDING`` times as long
+    as the shortest.
     """
     everything = list(range(len(lengths)))
     ways = {"one batch": [everything], "one by one": [[s] for s in everything]}
     if len(set(lengths)) > 1:
-        ways["buckets"] = length_buckets(lengths, lambda longest: LARGEST_BUCKET)
+        for ratio in PADDING:
+            groups = length_buckets(lengths, lambda longest: LARGEST_BUCKET, ratio)
+            if groups not in ways.values():
+                ways[f"buckets to {ratio:g}×"] = groups
     return ways
 
 

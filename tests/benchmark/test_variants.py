@@ -69,11 +69,13 @@ def test_the_stock_forward_equals_ours_however_it_is_batched(bench: Bench, batch
 
 
 def test_every_way_to_batch_covers_every_input_once() -> None:
-    ways = batches([5, 90, 6, 100, 5])
-    assert set(ways) == {"one batch", "one by one", "buckets"}
+    ways = batches([5, 90, 40, 100, 5])
+    assert ways["buckets to 1.3×"] == [[3, 1], [2], [0, 4]]
+    assert ways["buckets to 3×"] == [[3, 1, 2], [0, 4]]
+    assert list(ways) == ["one batch", "one by one", "buckets to 1.3×", "buckets to 3×"]  # 2× is 1.3× again
     for groups in ways.values():
         assert sorted(s for group in groups for s in group) == [0, 1, 2, 3, 4]
-    assert "buckets" not in batches([7, 7])
+    assert list(batches([7, 7])) == ["one batch", "one by one"]
 
 
 def test_kernels_come_back_after_a_swap_even_if_it_fails(bench: Bench) -> None:
