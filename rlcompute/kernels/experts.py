@@ -1,6 +1,7 @@
 """Routed experts with 0..k executed experts a token (spec §2: the routed sum of a mixture-of-experts layer).
 
-Shape legend: T tokens, k selected experts a token, E experts, d hidden width, F expert width.
+Shape legend: T tokens, k selected experts a token, R executed (token, expert) rows, n rows of one expert, E experts,
+d hidden width, F expert width.
 """
 
 from __future__ import annotations
@@ -56,16 +57,21 @@ def ragged_experts(
     # One pair of products an expert, added straight into the result: a quarter faster than grouped_mm on CPU
     # (a loop of the same products, around whole-stream copies) and as fast as one weighted gather at the end,
     # which would need every row at once. The weights go to the narrow side.
-    stop = 0
-    for expert, count in enumerate(plan.counts.tolist()):
-        start, stop = stop, stop + count
-        if count:
-            rows, slots = plan.token_rows[start:stop], plan.slots[start:stop]
-            gate_up = F.linear(x_Td.index_select(0, rows), gate_up_E2Fd[expert])
-            inner = (
-                F.silu(gate_up[:, :width]).mul_(gate_up[:, width:]).mul_(weights_Tk[rows, slots].unsqueeze(1))
-            )
-            out_Td.index_add_(0, rows, F.linear(inner, down_EdF[expert]).to(out_Td.dtype))
+    counts = plan.counts.tolist()
+    rows_R, slots_R = plan.token_rows[: sum(counts)], plan.slots[: sum(counts)]
+    weights_R1 = weights_Tk[rows_R, slots_R].unsqueeze(1)
+    parts = zip(
+        rows_R.split(counts),
+        weights_R1.split(counts),
+        gate_up_E2Fd.unbind(0),
+        down_EdF.unbind(0),
+        strict=True,
+    )
+    for rows_n, weights_n1, gate_up_2Fd, down_dF in parts:
+        if len(rows_n):
+            gate, up = F.linear(x_Td.index_select(0, rows_n), gate_up_2Fd).split(width, dim=1)
+            inner = F.silu(gate).mul_(up).mul_(weights_n1)
+            out_Td.index_add_(0, rows_n, F.linear(inner, down_dF).to(out_Td.dtype))
     return out_Td.to(x_Td.dtype)
 
 
