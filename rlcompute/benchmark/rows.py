@@ -63,5 +63,5 @@ def compared(
         speedup=reference.median / timing.median,
         flops_saved=saved,
         conversion=saved_s / saved if saved > SMALLEST_SAVING else None,
-        extra=extra or {},
+        extra={**(extra or {}), "rounds": str(len(timing.samples))},
     )

@@ -73,9 +73,11 @@ def stock_experts(backbone: Qwen35MoeBackbone, name: str) -> dict[str, Kernel]:
 
 
 def _count_only(expert_ids_Tk: Tensor, keep_Tk: Tensor | None, num_experts: int) -> RoutingPlan:
-    executed = expert_ids_Tk.flatten() if keep_Tk is None else expert_ids_Tk[keep_Tk]
-    counts_E = torch.bincount(executed, minlength=num_experts)
-    nothing = expert_ids_Tk.new_empty(0)
+    ids_Tk = expert_ids_Tk if keep_Tk is None else expert_ids_Tk.masked_fill(~keep_Tk, num_experts)
+    ids_R, nothing = ids_Tk.flatten(), expert_ids_Tk.new_empty(0)
+    # Not bincount, which would wait for the device.
+    counts_E = expert_ids_Tk.new_zeros(num_experts + 1).index_add_(0, ids_R, torch.ones_like(ids_R))
+    counts_E = counts_E[:num_experts]
     return RoutingPlan(expert_ids_Tk, keep_Tk, nothing, nothing, counts_E.cumsum(0), counts_E)
 
 

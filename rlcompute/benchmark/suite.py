@@ -27,9 +27,12 @@ TABLES = {
     "iii": "rlcompute.benchmark.expert_tiles",
     "iv": "rlcompute.benchmark.breakdown",
     "v": "rlcompute.benchmark.full_compute",
+    "vi": "rlcompute.benchmark.iteration",
 }
 """By number, the module whose ``measure(bench: Bench) -> list[Row]`` makes the table; its docstring's first paragraphs
 explain it in the report. A module is imported only if its table is asked for."""
+DEFAULT_TABLES = tuple(number for number in TABLES if number != "vi")
+"""The tables of every geometry, which need no Ray."""
 DTYPES = ("float32", "bfloat16")
 
 
@@ -37,7 +40,7 @@ def run(
     *,
     geometry: str | Geometry,
     out: Path,
-    tables: Sequence[str] = tuple(TABLES),
+    tables: Sequence[str] = DEFAULT_TABLES,
     device: str = "cpu",
     dtype: str = "float32",
     threads: int | None = None,
@@ -88,7 +91,7 @@ def run(
     report.write_json(out / "benchmark.json", rows)
     files = pictures.write(out, {number: table for number, (_, table) in measured.items()}, geometry.name)
     title = f"Benchmark: {geometry.name}"
-    facts = {"geometry": geometry.description, **facts}
+    facts = {"geometry": geometry.description, "batches": _batches(geometry), **facts}
     (out / "benchmark.md").write_text(report.markdown(title, facts, measured, files), encoding="utf-8")
     return rows
 
@@ -102,6 +105,12 @@ def _measure(number: str, measure: Callable[[Bench], list[Row]], bench: Bench) -
 
 def _backend(op: str, bench: Bench) -> str:
     return registry.choose(op, bench.device, getattr(torch, bench.dtype), bench.kernels.get(op))
+
+
+def _batches(geometry: Geometry) -> str:
+    shortest, longest = geometry.mixed_range
+    mixed = f"{geometry.mixed_inputs} inputs of {shortest} to {longest}"
+    return f"{geometry.inputs} inputs of {geometry.length} tokens; in table v also {mixed}"
 
 
 def _explanation(module: Any) -> str:
