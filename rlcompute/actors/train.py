@@ -86,7 +86,7 @@ def run(config: Config, *, resume: bool) -> Path:
     # Rewards are computed here. The number of threads must not depend on the machine, or their last bits do.
     torch.set_num_threads(1)
     with ray_session(config), RunLog(config, completed=inputs.completed) as log:
-        trainer = _Trainer(config, inputs, log)
+        trainer = Trainer(config, inputs, log)
         try:
             trainer.start()
             trainer.train()
@@ -141,7 +141,7 @@ def check(config: Config, *, resume: bool) -> Inputs:
     return Inputs(pairs, pair_set.skipped, plan, folder, backbone, shape, initial, checkpoint)
 
 
-class _Trainer:
+class Trainer:
     """One training session: workers, learner, log and checkpoints."""
 
     def __init__(self, config: Config, inputs: Inputs, log: RunLog) -> None:
@@ -159,6 +159,12 @@ class _Trainer:
     def stage(self) -> str:
         """The stage that runs or ran last."""
         return "start workers" if self.pool is None else str(self.pool.stage)
+
+    @property
+    def algorithm(self) -> GRPO:
+        """What iterates; there once the workers are started."""
+        assert self._algorithm is not None
+        return self._algorithm
 
     def start(self) -> None:
         """Starts the workers, embeds the teacher's bank and sets the heads."""
@@ -194,8 +200,7 @@ class _Trainer:
 
     def train(self) -> None:
         """Runs the iterations that are left, with logs, pictures and checkpoints."""
-        assert self._algorithm is not None
-        algorithm, settings = self._algorithm, self._config.grpo
+        algorithm, settings = self.algorithm, self._config.grpo
         pictures = Pictures(self._config, self._inputs.pairs, algorithm.pool)
         self._log.begin()
         while algorithm.completed < settings.iterations:
@@ -235,8 +240,7 @@ class _Trainer:
         )
 
     def _save(self) -> None:
-        assert self._algorithm is not None
-        learner, completed = self._algorithm.learner, self._algorithm.completed
+        learner, completed = self.algorithm.learner, self.algorithm.completed
         save_checkpoint(
             self._log.folder.checkpoints,
             heads=learner.heads(),

@@ -7,8 +7,8 @@ full-compute targets of its own task (the bank); for a target rollout it is the 
 the efficiency term by recall is what prevents reward hacking: a rollout that loses its positives earns
 nothing for being cheap.
 
-Shape legend: B pairs, G rollouts a pair, R = B*G rollouts, M bank rows, N = R + M gallery items, d
-embedding size.
+Shape legend: B pairs, G rollouts a pair, R = B*G rollouts, M bank rows, m bank rows of the largest task,
+N = R + m gallery items, d embedding size.
 """
 
 from __future__ import annotations
@@ -124,18 +124,23 @@ def retrieval_rewards(
     num_pairs, rollouts, _ = batch.query_BGd.shape
     device = batch.query_BGd.device
     other_BB = ~_equal(batch.target_ids, batch.target_ids, device)
-    if bank is None:
-        bank_mask_BM = torch.zeros(num_pairs, 0, dtype=torch.bool, device=device)
-        bank_query = bank_target = batch.query_BGd.new_zeros(0, batch.query_BGd.shape[-1])
-        bank_size = 0
-    else:
-        same_task_BM = _equal(batch.tasks, bank.tasks, device)
-        bank_mask_BM = same_task_BM & ~_equal(batch.target_ids, bank.target_ids, device)
+    by_task: list[tuple[Tensor, Tensor]] = []
+    bank_mask_Bm, bank_size = torch.zeros(num_pairs, 0, dtype=torch.bool, device=device), 0
+    bank_query = bank_target = batch.query_BGd.new_zeros(0, batch.query_BGd.shape[-1])
+    if bank is not None:
+        by_task = [
+            (_where(batch.tasks, task, device), _where(bank.tasks, task, device))
+            for task in dict.fromkeys(batch.tasks)
+        ]
+        other_BM = ~_equal(batch.target_ids, bank.target_ids, device)
+        bank_mask_Bm = other_BM.new_zeros(num_pairs, max(len(rows) for _, rows in by_task))
+        for pairs, rows in by_task:
+            bank_mask_Bm[pairs, : len(rows)] = other_BM[pairs][:, rows]
+        bank_size = min(len(rows) for _, rows in by_task)
         bank_query, bank_target = bank.query_Md, bank.target_Md
-        bank_size = int(same_task_BM.sum(1).min())
     check_negatives(settings.negatives, num_pairs, rollouts, bank_size)
 
-    gallery = _Gallery(other_BB, bank_mask_BM, rollouts)
+    gallery = _Gallery(other_BB, by_task, bank_mask_Bm, rollouts)
 
     def direction(
         own_BGd: Tensor,
@@ -211,10 +216,18 @@ def recall_at_g(positives_RG: Tensor, negatives_RN: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Gallery:
-    """Which gallery items are negatives of which pair: other_BB over the batch, bank_BM over the bank."""
+    """Which gallery items are negatives of which pair.
+
+    Attributes:
+        other_BB: over the batch.
+        by_task: int64 pairs of a task, and the bank's rows of the same task.
+        bank_mask_Bm: over those rows, in their order.
+        rollouts: G.
+    """
 
     other_BB: Tensor
-    bank_BM: Tensor
+    by_task: Sequence[tuple[Tensor, Tensor]]
+    bank_mask_Bm: Tensor
     rollouts: int
 
     def split(self, rows_Rd: Tensor, other_BGd: Tensor, bank_Md: Tensor) -> tuple[Tensor, Tensor]:
@@ -224,8 +237,12 @@ class _Gallery:
         pair_R = torch.arange(num_pairs, device=rows_Rd.device).repeat_interleave(repeats)
         batch_RBG = torch.einsum("rd,bgd->rbg", rows_Rd, other_BGd)
         positives_RG = batch_RBG[torch.arange(len(pair_R), device=rows_Rd.device), pair_R]
-        mask_RN = torch.cat([self.other_BB.repeat_interleave(self.rollouts, 1), self.bank_BM], 1)[pair_R]
-        cosines_RN = torch.cat([batch_RBG.flatten(1), rows_Rd @ bank_Md.to(rows_Rd).T], 1)
+        mask_RN = torch.cat([self.other_BB.repeat_interleave(self.rollouts, 1), self.bank_mask_Bm], 1)[pair_R]
+        rows_Brd = rows_Rd.view(num_pairs, repeats, -1)
+        bank_Brm = rows_Rd.new_zeros(num_pairs, repeats, self.bank_mask_Bm.shape[1])
+        for pairs, rows in self.by_task:
+            bank_Brm[pairs, :, : len(rows)] = rows_Brd[pairs] @ bank_Md[rows].to(rows_Rd).T
+        cosines_RN = torch.cat([batch_RBG.flatten(1), bank_Brm.flatten(0, 1)], 1)
         return positives_RG, cosines_RN.masked_fill(~mask_RN, float("-inf"))
 
 
@@ -242,6 +259,11 @@ def _soft_maximum(negatives_RN: Tensor, temperature: float, count: int | None) -
     empty_R1 = ~present.any(1, keepdim=True)
     weights = (kept / temperature).masked_fill(empty_R1, 0.0).softmax(1)
     return (weights * kept.masked_fill(~present, 0.0)).sum(1)
+
+
+def _where(names: Sequence[str], name: str, device: torch.device) -> Tensor:
+    """int64, the places of ``name``."""
+    return torch.tensor([i for i, x in enumerate(names) if x == name], dtype=torch.int64, device=device)
 
 
 def _equal(left: Sequence[str], right: Sequence[str], device: torch.device) -> Tensor:
