@@ -43,6 +43,11 @@ class _LayerRouting:
         return self._layer.route(self._x_Td)
 
     @property
+    def computed(self) -> bool:
+        """Whether the policy has read it."""
+        return "selection" in self.__dict__
+
+    @property
     def expert_ids_Tk(self) -> Tensor:
         return self.selection[0]
 
@@ -53,7 +58,7 @@ class _LayerRouting:
     def take(self, index_U: Tensor, x_Ud: Tensor) -> _LayerRouting:
         """Selection of some tokens: routing the others is dead work unless the policy asked for it."""
         taken = _LayerRouting(self._layer, x_Ud)
-        if "selection" in self.__dict__:
+        if self.computed:
             taken.selection = (self.expert_ids_Tk[index_U], self.weights_Tk[index_U])
         return taken
 
@@ -103,6 +108,7 @@ def _step(
     decided_S = pack.lengths_S
     routing = _LayerRouting(layer, x_Td)
     decision = policy.decide(index, x_Td, routing, pack)
+    all_routed = routing.computed
 
     if decision.drop_T is not None:
         # Dropped tokens leave before the shared expert too: their output of this layer is never read.
@@ -122,11 +128,14 @@ def _step(
     h_Td = h_Td.add_(out_Rd) if rows_R is None else h_Td.index_add_(0, rows_R, out_Rd)
 
     zeros_S = kept_R.new_zeros(pack.num_segments)
+    routed_S = zeros_S.index_add(0, segments_R, torch.ones_like(segments_R))
+    if all_routed:
+        routed_S = decided_S.to(zeros_S.device, non_blocking=True)
     executed = Trace(
         entered_S,
         decided_S,
         pack.lengths_S,
-        zeros_S.index_add(0, segments_R, torch.ones_like(segments_R)),
+        routed_S,
         zeros_S.index_add(0, segments_R, kept_R),
         expert_rows_E,
     )

@@ -19,8 +19,9 @@ class Trace:
         decided_NS: tokens that reached the layer's mixture-of-experts block, where the policy decides. Equal to
             ``entered_NS`` except in the last layer, where only ``<emb>`` is left.
         survived_NS: tokens that stayed after the decision and ran the shared expert.
-        routed_NS: tokens that went through the router. On a CPU only those that run an expert do; on other devices
-            every survivor does, which costs less than waiting for their number.
+        routed_NS: tokens that went through the router: those that run an expert; all of ``decided_NS`` if the policy
+            reads the router's choice; on other devices than a CPU all survivors, which costs less than waiting for
+            the number of those that run one.
         rows_NS: (token, expert) rows that ran.
         expert_rows_NE: the same rows by expert, over all segments.
     """

@@ -154,8 +154,11 @@ def test_all_skip_and_one_survivor(backbone: Backbone, embedded: list[EmbeddedIn
     check_against_oracle(backbone, embedded, policy)
 
 
-def test_trace_counts_what_was_decided(backbone: Backbone, embedded: list[EmbeddedInput]) -> None:
-    policy = scripted(backbone, embedded, 3, True, 0.3)
+@pytest.mark.parametrize("slots", [True, False])
+def test_trace_counts_what_was_decided(
+    backbone: Backbone, embedded: list[EmbeddedInput], slots: bool
+) -> None:
+    policy = scripted(backbone, embedded, 3, slots, 0.3)
     trace = encode(backbone, *backbone.pack(embedded), policy).trace
     for segment, x in enumerate(embedded):
         alive = torch.arange(x.length)
@@ -166,11 +169,13 @@ def test_trace_counts_what_was_decided(backbone: Backbone, embedded: list[Embedd
             assert trace.decided_NS[layer, segment] == len(decided)
             actions = policy.actions_NSL[layer, segment, decided]
             stays = (actions != DROP) | (decided == x.length - 1)
-            assert policy.slots_NSLk is not None
-            kept = policy.slots_NSLk[layer, segment, decided] & (actions == ROUTE)[:, None]
+            kept = (actions == ROUTE)[:, None].expand(-1, backbone.top_k)
+            if policy.slots_NSLk is not None:
+                kept = kept & policy.slots_NSLk[layer, segment, decided]
             assert trace.survived_NS[layer, segment] == stays.sum()
             assert trace.rows_NS[layer, segment] == kept.sum()
-            assert trace.routed_NS[layer, segment] == kept.any(1).sum()
+            # The router ran on every token whose selection the policy read.
+            assert trace.routed_NS[layer, segment] == (len(decided) if slots else kept.any(1).sum())
             alive = decided[stays]
     assert torch.equal(trace.expert_rows_NE.sum(1), trace.rows_NS.sum(1))
 
