@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ import torch
 
 DTYPES = (torch.float32, torch.bfloat16)
 TABLES = ("i", "ii", "iii", "iv", "v")
-GPU_GEOMETRY, CPU_GEOMETRY = "qwen3_5_35b_a3b", "demo"
+MEASURED_ON = ("- geometry:", "- batches:", "- dtype:", "- kernels:")
 PARITY_BUDGET_S = 100.0
 TABLES_BUDGET_S = {"cuda": 75.0, "cpu": 30.0}
 VERSIONS = (
@@ -253,16 +253,18 @@ def _tables(
 ) -> Iterator[tuple[str, str, str | None]]:
     """(table, its text, what went wrong), each measured on its own."""
     from rlcompute.benchmark import run
+    from rlcompute.benchmark.geometry import find
 
+    on_gpu = device.type == "cuda"
+    small = replace(find("demo"), inputs=8, mixed_inputs=8, mixed_range=(16, 128), expert_tokens=(512, 1024))
     tables = [table for table in chosen.split(",") if table]
     seconds = TABLES_BUDGET_S[device.type] if budget_s is None else budget_s
-    on_gpu = device.type == "cuda"
     for table in tables:
         problem = None
         with tempfile.TemporaryDirectory() as folder:
             try:
                 run(
-                    geometry=GPU_GEOMETRY if on_gpu else CPU_GEOMETRY,
+                    geometry=find("qwen3_5_35b_a3b") if on_gpu else small,
                     out=Path(folder),
                     tables=[table],
                     device=device.type,
@@ -280,9 +282,12 @@ def _tables(
 
 
 def _section(report: str) -> str:
-    """The table of a report with one table, without links to pictures that are not kept."""
-    lines = report[report.index("## Table") :].splitlines()
-    return "\n".join(line for line in lines if not line.startswith("![")).rstrip()
+    """The table of a report with one table and what it was measured on, without links to pictures."""
+    conditions, heading, table = report.partition("## Table")
+    kept = [line for line in conditions.splitlines() if line.startswith(MEASURED_ON)]
+    title, *lines = (heading + table).splitlines()
+    lines = [line for line in lines if not line.startswith("![")]
+    return "\n".join([title, "", *kept, *lines]).rstrip()
 
 
 def _short(error: Exception) -> str:

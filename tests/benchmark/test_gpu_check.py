@@ -37,8 +37,9 @@ def stub_tables(monkeypatch):
     def run(*, geometry, out, tables, device, dtype, budget_s):
         if tables == ["ii"]:
             raise RuntimeError("out of | memory")
-        text = f"# Benchmark\n\n- facts\n\n## Table {tables[0]}\n\n{geometry} {dtype} {budget_s}\n\n![p](p.png)\n"
-        (out / "benchmark.md").write_text(text)
+        conditions = "# Benchmark\n\n- kernels: torch\n- load: 3\n"
+        table = f"## Table {tables[0]}\n\n{geometry.name} {dtype} {budget_s}\n\n![p](p.png)\n"
+        (out / "benchmark.md").write_text(f"{conditions}\n{table}")
 
     monkeypatch.setattr(benchmark, "run", run)
 
@@ -52,7 +53,10 @@ def test_reports_parity_refusals_and_tables(gpu_check, tmp_path, capsys):
     assert "- not here: attention torch_varlen: needs a CUDA device, not cpu" in text
     assert "| attention | torch | float32 | 12 of 12 |" in text
     assert "| attention | torch | bfloat16 | 12 of 12 |" in text
-    assert "## Table i\n\ndemo float32 4.0\n\n## Table v\n\ndemo float32 4.0\n" in text
+    assert (
+        "## Table i\n\n- kernels: torch\n\ndemo float32 4.0\n\n## Table v\n\n- kernels: torch\n\ndemo float32 4.0\n"
+        in text
+    )
     assert "everything passed" in text
     assert capsys.readouterr().out.rstrip().endswith("everything passed.")
 
@@ -71,7 +75,7 @@ def test_goes_on_after_failures_and_says_so_in_the_exit_code(gpu_check, tmp_path
     assert "FAILED, 10 of 12 | 5.0e-01 |" in text
     assert "one token: ValueError: illegal / memory access; no tokens: error 5.0e-01" in text
     assert "## Table ii\n\nFAILED: RuntimeError: out of / memory" in text
-    assert "## Table v\n\ndemo" in text
+    assert "## Table v\n\n- kernels: torch\n\ndemo" in text
     assert "table ii: RuntimeError" in text.splitlines()[-1]
 
 
