@@ -32,7 +32,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 TABLES = ("i", "ii", "iii", "iv", "v")
 MEASURED_ON = ("- geometry:", "- batches:", "- dtype:", "- kernels:")
 PARITY_BUDGET_S = 100.0
-TABLES_BUDGET_S = {"cuda": 75.0, "cpu": 30.0}
+TABLES_BUDGET_S = {"cuda": 75.0, "cpu": 20.0}
 VERSIONS = (
     "rlcompute",
     "torch",
@@ -107,7 +107,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=",".join(TABLES),
         help=f"tables to measure (default: {','.join(TABLES)}; '' for none)",
     )
-    parser.add_argument("--budget-s", type=float, help="seconds of timed rounds in all (default: 75, CPU 30)")
+    parser.add_argument("--budget-s", type=float, help="seconds of timed rounds in all (default: 75, CPU 20)")
     return parser.parse_args(arguments)
 
 
@@ -256,7 +256,7 @@ def _tables(
     from rlcompute.benchmark.geometry import find
 
     on_gpu = device.type == "cuda"
-    small = replace(find("demo"), inputs=8, mixed_inputs=8, mixed_range=(16, 128), expert_tokens=(512, 1024))
+    small = replace(find("demo"), inputs=4, mixed_inputs=4, mixed_range=(16, 128), expert_tokens=(512, 1024))
     tables = [table for table in chosen.split(",") if table]
     seconds = TABLES_BUDGET_S[device.type] if budget_s is None else budget_s
     for table in tables:
