@@ -202,7 +202,11 @@ def _add_data(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
 def _add_benchmark(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("benchmark", help="measure how much of the FLOPs saved becomes time saved")
     parser.add_argument("--geometry", default="bench", help="demo, bench or qwen3_5_35b_a3b (default: bench)")
-    parser.add_argument("--tables", default=None, help="numbers of tables, for example i,ii (default: all)")
+    parser.add_argument(
+        "--tables",
+        default=None,
+        help="numbers of tables, for example i,ii (default: i to v; vi runs training on Ray)",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to compute")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the model"

@@ -135,11 +135,11 @@ def data_check(arguments: argparse.Namespace) -> int:
 def benchmark(arguments: argparse.Namespace) -> int:
     """Measures how much of the FLOPs saved becomes time saved."""
     forced = dict(_assignment(text) for text in arguments.kernels.split(",") if text)
-    from rlcompute.benchmark import TABLES, run
+    from rlcompute.benchmark import DEFAULT_TABLES, run
 
     run(
         geometry=arguments.geometry,
-        tables=list(TABLES) if arguments.tables is None else arguments.tables.split(","),
+        tables=DEFAULT_TABLES if arguments.tables is None else arguments.tables.split(","),
         device=arguments.device,
         dtype=arguments.dtype,
         threads=arguments.threads,

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from rlcompute.benchmark.suite import TABLES, run
+from rlcompute.benchmark.suite import DEFAULT_TABLES, TABLES, run
 
-__all__ = ["TABLES", "run"]
+__all__ = ["DEFAULT_TABLES", "TABLES", "run"]
