@@ -42,9 +42,15 @@ def test_equals_pair_by_pair(dtype, d, width, k, experts):
     run_both(19, k, experts, d, width, uniform(19, k, seed=6) < 0.5, dtype)
 
 
-@given(data=st.data(), tokens=st.integers(0, 9), k=st.integers(1, 4))
-@settings(max_examples=40, deadline=None)
-def test_any_number_of_experts_a_token(data, tokens, k):
+@given(data=st.data(), tokens=st.integers(0, 9), k=st.integers(1, 4), group=st.integers(1, 20))
+@settings(max_examples=60, deadline=None)
+def test_any_number_of_experts_a_token(data, tokens, k, group):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "GROUP_ROWS", group)
+        check_any_number_of_experts(data, tokens, k)
+
+
+def check_any_number_of_experts(data, tokens, k):
     flags = data.draw(st.lists(st.booleans(), min_size=tokens * k, max_size=tokens * k))
     keep = torch.tensor(flags, dtype=torch.bool).view(tokens, k)
     out = run_both(tokens, k, 5, 6, 3, keep)
