@@ -188,7 +188,7 @@ def _chunk(x: _Chunk, state_KNDRV: Tensor | None, hand_on: bool) -> tuple[Tensor
     )
     system_BLL = (decay_KRNLL * kk_K1NLL).flatten(0, 2)
     scores_BLL = _times(decay_KRNLL, qk_K1NLL).flatten(0, 2)
-    target_KRNLV = v_KRNLV
+    target_KRNLV = v_KRNLV.clone(memory_format=torch.contiguous_format)
     if state_KNDRV is not None:
         state_MDE = state_KNDRV.flatten(0, 1).flatten(2)
         read_k, read_q = (
@@ -196,11 +196,8 @@ def _chunk(x: _Chunk, state_KNDRV: Tensor | None, hand_on: bool) -> tuple[Tensor
             for a in (k_MLD, q_MLD)
         )
         carried_KRNL1 = _decay(reach_KRNL.clone()).to(dtype).unsqueeze(-1)
-        target_KRNLV = v_KRNLV - _times(read_k, carried_KRNL1)
-    # (system w = target) as (w^T system^T = target^T): of the transposes nothing has to be copied into column order.
-    update_BLV = torch.linalg.solve_triangular(
-        system_BLL.mT, target_KRNLV.flatten(0, 2).mT, upper=True, left=False, unitriangular=True
-    ).mT
+        target_KRNLV.addcmul_(read_k, carried_KRNL1, value=-1.0)
+    update_BLV = _solve(system_BLL, target_KRNLV.flatten(0, 2))
     if state_KNDRV is None:
         out_BLV = torch.bmm(scores_BLL, update_BLV)
     else:
@@ -215,6 +212,23 @@ def _chunk(x: _Chunk, state_KNDRV: Tensor | None, hand_on: bool) -> tuple[Tensor
     if state_KNDRV is not None:
         written_KNDRV = written_KNDRV + state_KNDRV * carried_KRNL1[..., -1:, :].permute(0, 2, 3, 1, 4)
     return out_KRNLV, written_KNDRV
+
+
+def _solve(system_BLL: Tensor, target_BLV: Tensor) -> Tensor:
+    """``system^-1 target``, unit lower triangular; overwrites the target as :func:`_times` does.
+
+    Solved as ``w^T system^T = target^T``, for which nothing has to be copied into column order.
+    """
+    recorded = system_BLL.requires_grad or target_BLV.requires_grad
+    result_BVL: Tensor = torch.linalg.solve_triangular(
+        system_BLL.mT,
+        target_BLV.mT,
+        upper=True,
+        left=False,
+        unitriangular=True,
+        out=None if recorded else target_BLV.mT,
+    )
+    return result_BVL.mT
 
 
 def _pairwise_decay(reach_KRNL: Tensor, write_KRNL: Tensor, dtype: torch.dtype) -> Tensor:
