@@ -51,9 +51,9 @@ figures: setup ## Every accuracy and compute figure of the README (about 25 minu
 	$(BIN)/rlcompute train --config configs/demo_full.yaml
 	$(BIN)/rlcompute evaluate --config configs/demo_full.yaml
 
-bench: setup ## Every speed figure of the README (about half an hour on two idle cores)
-	$(BIN)/rlcompute benchmark --geometry bench --threads 2 --budget-s 1200 --out benchmarks/results/bench
-	$(BIN)/rlcompute benchmark --geometry demo --tables iv,v,vi --threads 2 --budget-s 360 --out benchmarks/results/demo
+bench: setup ## Every speed figure of the README (about 20 minutes on two idle cores)
+	$(BIN)/rlcompute benchmark --geometry bench --threads 2 --budget-s 750 --out benchmarks/results/bench
+	$(BIN)/rlcompute benchmark --geometry demo --tables iv,v,vi --threads 2 --budget-s 180 --out benchmarks/results/demo
 
 test: setup ## Set-up and the whole test suite
 	$(BIN)/python -m pytest

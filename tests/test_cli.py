@@ -119,7 +119,7 @@ def test_every_command_is_documented(repository: Path, capsys: pytest.CaptureFix
         main(["--help"])
     text = capsys.readouterr().out
     readme = (repository / "README.md").read_text()
-    for command in ("train", "evaluate", "export", "embed", "data", "doctor"):
+    for command in ("train", "evaluate", "export", "embed", "data", "benchmark", "calibrate", "doctor"):
         assert f"\n    {command} " in text
         assert f"`{command}" in readme
 

@@ -104,9 +104,9 @@ GEOMETRIES: dict[str, Geometry] = {
             "width 128, top-8, one shared expert; proportions of Qwen3.5-35B-A3B",
             text=_text([GDN, GDN, GDN, ATTENTION] * 3, 512, 8, 1, 128, num_experts=64),
             vision={"depth": 4, "hidden_size": 256, "intermediate_size": 768, "num_heads": 4},
-            inputs=14,
+            inputs=16,
             length=256,
-            mixed_inputs=18,
+            mixed_inputs=16,
         ),
         Geometry(
             name="qwen3_5_35b_a3b",
