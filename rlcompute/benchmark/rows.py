@@ -18,7 +18,7 @@ class Row:
         variant: what is compared, such as ``packed``.
         seconds_median, seconds_iqr: over the timed rounds.
         flops: executed FLOPs of the whole pass (language model), or of the operation alone in table iii.
-        speedup: seconds of the reference over seconds of this row.
+        speedup: seconds of the reference over seconds of this row, the median over the rounds that timed both.
         flops_saved: share of the reference's FLOPs, 0..1.
         conversion: share of the wall-clock saved over share of the FLOPs saved.
         extra: more columns for the text table; not part of ``benchmark.json``.
@@ -52,7 +52,8 @@ def compared(
 ) -> Row:
     """A row with speed-up, FLOPs saved and conversion against a reference."""
     saved = 1.0 - flops / reference_flops
-    saved_s = 1.0 - timing.median / reference.median
+    speedup = timing.speedup_over(reference)
+    saved_s = 1.0 - 1.0 / speedup
     return Row(
         table=table,
         row=row,
@@ -60,7 +61,7 @@ def compared(
         seconds_median=timing.median,
         seconds_iqr=timing.iqr,
         flops=flops,
-        speedup=reference.median / timing.median,
+        speedup=speedup,
         flops_saved=saved,
         conversion=saved_s / saved if saved > SMALLEST_SAVING else None,
         extra={**(extra or {}), "rounds": str(len(timing.samples))},

@@ -38,6 +38,16 @@ class Timing:
         low, high = np.percentile(self.samples, [25, 75])
         return float(high - low)
 
+    def speedup_over(self, reference: Timing) -> float:
+        """How many times as fast as ``reference``.
+
+        The median of the rounds' own ratios, because a machine's speed drifts from round to round; the ratio of the
+        medians where the two were not timed in the same rounds.
+        """
+        if len(self.samples) != len(reference.samples):
+            return reference.median / self.median
+        return float(np.median(np.array(reference.samples) / np.array(self.samples)))
+
 
 def synchronize(device: torch.device) -> None:
     """Lets the device finish, so that the clock reads what it should."""

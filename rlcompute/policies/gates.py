@@ -61,8 +61,11 @@ class GateHeads:
 
     def features(self, layer: int, x_Td: Tensor) -> Tensor:
         """Head inputs [T,F] in the heads' dtype."""
-        x_Td = (x_Td.to(self.mean_Nd.dtype) - self.mean_Nd[layer]) / self.scale_N[layer]
-        return torch.cat([x_Td, x_Td.new_ones(x_Td.shape[0], 1)], dim=1)
+        features_TF = self.mean_Nd.new_ones(x_Td.shape[0], x_Td.shape[1] + 1)
+        standard_Td = features_TF[:, :-1]
+        torch.sub(x_Td.to(self.mean_Nd.dtype), self.mean_Nd[layer], out=standard_Td)
+        standard_Td /= self.scale_N[layer]
+        return features_TF
 
     def mask_drop(self, layer: int, logits_T3: Tensor, pack: Pack) -> Tensor:
         """Logits with DROP at minus infinity where a token must stay.
