@@ -2,8 +2,8 @@
 
 The quick start's batch on the demo checkpoint, with gates that are held where they save about half of the language
 model's FLOPs. `rollout forwards` is the time that the workers spend in the sampled forwards of an iteration, divided
-by their number; `iteration` is the whole of it: dispatch, rewards, gradients, update and new weights as well. Speed-ups
-are against one worker.
+by their number; `iteration` is the whole of it: dispatch, rewards, gradients, update and new weights as well. `phases`
+are those of the driver; in `sample` it waits for the slower worker. Speed-ups are against one worker.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+import torch
 
 from rlcompute.actors.cluster import ray_session
 from rlcompute.actors.train import Trainer, check
@@ -41,6 +43,7 @@ PAIRS_PER_TASK = 64
 WARM_UP = 8
 """Iterations that are not counted: after them most inputs are in the workers' caches."""
 MIN_ITERATIONS, MAX_ITERATIONS = 10, 100
+PHASES = ("sample", "score", "gradient", "update")
 FORWARDS, ITERATION = "rollout forwards", "iteration"
 
 
@@ -64,6 +67,9 @@ def measure(bench: Bench) -> list[Row]:
             trainers[n] = Trainer(config, check(config, resume=False), log)
             stack.callback(trainers[n].stop)
             trainers[n].start()
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # as in training
+        stack.callback(torch.set_num_threads, threads)
         return _rows(_iterate(trainers, bench.budget_s))
 
 
@@ -126,8 +132,17 @@ def _rows(logged: dict[int, list[dict[str, float]]]) -> list[Row]:
                 extra={
                     "against the forwards": f"{ratios.median:.3f} ± {ratios.iqr / 2:.3f}",
                     "LM FLOPs saved": f"{saved.median:.1%}",
+                    "phases": _phases(logged[n]) if variant == ITERATION else "",
                     "rounds": str(len(timing.samples)),
                 },
             )
         )
     return rows
+
+
+def _phases(logged: list[dict[str, float]]) -> str:
+    """Median milliseconds of each."""
+    medians = {
+        phase: Timing(tuple(figures[f"timing/{phase}_s"] for figures in logged)).median for phase in PHASES
+    }
+    return ", ".join(f"{phase} {1e3 * seconds:.0f} ms" for phase, seconds in medians.items())
