@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -120,7 +121,7 @@ def test_every_command_is_documented(repository: Path, capsys: pytest.CaptureFix
     text = capsys.readouterr().out
     readme = (repository / "README.md").read_text()
     for command in ("train", "evaluate", "export", "embed", "data", "benchmark", "calibrate", "doctor"):
-        assert f"\n    {command} " in text
+        assert re.search(rf"\n    {command}\b", text)
         assert f"`{command}" in readme
 
 
