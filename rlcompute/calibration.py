@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from rlcompute.backbones import load_backbone
-from rlcompute.backbones.base import Backbone, BackboneLayer, LayerCost
+from rlcompute.backbones.base import Backbone, BackboneLayer, LayerCost, Selection
 from rlcompute.config import Config
 from rlcompute.cost_table import CostTable, measured_on
 from rlcompute.data import Pair, read_pairs
 from rlcompute.decision import Full, Policy
-from rlcompute.encoder import encode
+from rlcompute.encoder import LayerSignals, encode
 from rlcompute.flops import CostModel
 from rlcompute.kernels import registry
 from rlcompute.pack import Pack
@@ -157,14 +157,6 @@ def fit(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[fl
     return [float(x) for x in out / scale]
 
 
-@dataclass(frozen=True)
-class _Selection:
-    """A layer's expert selection: numbers int64 [U,k] and weights [U,k]."""
-
-    expert_ids_Tk: Tensor
-    weights_Tk: Tensor
-
-
 def _measure_layer(
     backbone: Backbone, layer: BackboneLayer, sizes: Sequence[_Size]
 ) -> tuple[LayerCost, float, float]:
@@ -172,7 +164,7 @@ def _measure_layer(
     gates = GreedyGates(_neutral_heads(backbone))
     parts: dict[str, list[Run]] = {}
     for size in sizes:
-        selection = _Selection(*layer.route(size.x_Ud))
+        selection = layer.route(size.x_Ud)
         for name, run in _part_runs(backbone, layer, size, selection, gates).items():
             parts.setdefault(name, []).append(run)
     seconds = iter(_time([run for runs in parts.values() for run in runs], backbone.device))
@@ -196,7 +188,7 @@ def _measure_layer(
 
 
 def _part_runs(
-    backbone: Backbone, layer: BackboneLayer, size: _Size, selection: _Selection, gates: GreedyGates
+    backbone: Backbone, layer: BackboneLayer, size: _Size, selection: Selection, gates: GreedyGates
 ) -> dict[str, Run]:
     """What is timed of one size, by part."""
     h_Ud, x_Ud, pack = size.h_Ud, size.x_Ud, size.pack
@@ -207,8 +199,10 @@ def _part_runs(
         # Executing tokens are gathered and their outputs added to the stream, as in a pass that skips some.
         return out_Ud.index_add_(0, rows, _run_experts(backbone, layer, x_Ud[rows], selection))
 
+    signals = LayerSignals(layer, x_Ud, h_Ud, pack, is_last=False)
+
     def gate() -> object:
-        decision = gates.decide(0, x_Ud, selection, pack)
+        decision = gates.decide(0, x_Ud, signals, pack)
         assert decision.drop_T is not None
         index, cu_seqlens = backbone.kernels.compaction(~decision.drop_T, pack.cu_seqlens)
         return h_Ud[index], x_Ud[index], pack.take(index, cu_seqlens), decision.take(index)
@@ -223,7 +217,7 @@ def _part_runs(
     }
 
 
-def _run_experts(backbone: Backbone, layer: BackboneLayer, x_Ud: Tensor, selection: _Selection) -> Tensor:
+def _run_experts(backbone: Backbone, layer: BackboneLayer, x_Ud: Tensor, selection: Selection) -> Tensor:
     kernels, weights = backbone.kernels, layer.experts
     plan = kernels.routing_plan(selection.expert_ids_Tk, None, backbone.num_experts)
     out: Tensor = kernels.experts(x_Ud, plan, selection.weights_Tk, weights.gate_up_E2Fd, weights.down_EdF)
@@ -234,7 +228,7 @@ def _forward(backbone: Backbone, layer: BackboneLayer, h_Td: Tensor, pack: Pack)
     """One layer of full compute, all rows of it."""
     h_Td = layer.mix(h_Td, pack)
     x_Td = layer.moe_input(h_Td)
-    return h_Td + layer.shared(x_Td) + _run_experts(backbone, layer, x_Td, _Selection(*layer.route(x_Td)))
+    return h_Td + layer.shared(x_Td) + _run_experts(backbone, layer, x_Td, layer.route(x_Td))
 
 
 def _sizes(backbone: Backbone, layer: BackboneLayer, h_Td: Tensor, pack: Pack) -> list[_Size]:

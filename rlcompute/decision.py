@@ -16,8 +16,12 @@ ROUTE, SKIP, DROP = 0, 1, 2
 ACTION_NAMES = ("route", "skip", "drop")
 
 
-class Routing(Protocol):
-    """The layer's own expert selection; computed when first read, so a policy that ignores it costs nothing."""
+class Signals(Protocol):
+    """What a policy may read of a layer besides the hidden states.
+
+    Everything is computed when first read, so a policy that ignores it costs nothing; what is computed for the policy
+    alone is charged to it (:attr:`rlcompute.trace.Trace.signal_flops_NS`).
+    """
 
     @property
     def expert_ids_Tk(self) -> Tensor:
@@ -27,6 +31,33 @@ class Routing(Protocol):
     @property
     def weights_Tk(self) -> Tensor:
         """[T,k] in the hidden dtype, renormalised over the selected experts."""
+        ...
+
+    @property
+    def router_logits_TE(self) -> Tensor:
+        """[T,E] in the hidden dtype, what the router's softmax reads."""
+        ...
+
+    @property
+    def write_strength_TV(self) -> Tensor:
+        """β of Gated DeltaNet (spec §2), one a value head, in (0,1).
+
+        Raises:
+            BackendError: the layer has no Gated DeltaNet (:attr:`BackboneLayer.is_attention`).
+        """
+        ...
+
+    def received_attention_T(self, *, from_emb: bool) -> Tensor:
+        """Attention probability that each token receives, mean over heads: [T], float32 at least.
+
+        Args:
+            from_emb: from the ``<emb>`` token of its segment alone; otherwise the sum over all queries that see it.
+
+        No fast kernel yields it: scores are computed again, query by key.
+
+        Raises:
+            BackendError: the layer has no attention map.
+        """
         ...
 
 
@@ -53,12 +84,15 @@ class Decision:
 
 
 class Policy(Protocol):
-    """Whoever decides. Called once per layer, in order, with what the layer's experts would read."""
+    """Whoever decides. Called once per layer, in order, with what the layer's experts would read.
+
+    A policy may carry what it saw from layer to layer; layer 0 begins a new pass.
+    """
 
     gate_flops_per_token: float
     """FLOPs that one decision costs, charged to every decided token of every layer."""
 
-    def decide(self, layer: int, x_Td: Tensor, routing: Routing, pack: Pack) -> Decision:
+    def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
         """The decision for the T tokens ``x_Td`` (post-attention-norm hidden states) of layer ``layer``."""
         ...
 
@@ -68,6 +102,6 @@ class Full:
 
     gate_flops_per_token = 0.0
 
-    def decide(self, layer: int, x_Td: Tensor, routing: Routing, pack: Pack) -> Decision:
+    def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
         """Decide nothing away."""
         return Decision()

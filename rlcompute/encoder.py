@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlcompute.backbones.base import Backbone, BackboneLayer
+from rlcompute.backbones.base import Backbone, BackboneLayer, Selection
 from rlcompute.decision import Decision, Policy
 from rlcompute.pack import Pack
 from rlcompute.trace import Trace
@@ -31,35 +31,68 @@ class Encoded:
     trace: Trace
 
 
-class _LayerRouting:
-    """The layer's expert selection, computed for all tokens only if a policy reads it."""
+class LayerSignals:
+    """What the policy may read of a layer (:class:`rlcompute.decision.Signals`), computed when first read.
 
-    def __init__(self, layer: BackboneLayer, x_Td: Tensor) -> None:
+    The layer's expert selection is also what the experts run on; for all tokens if the policy reads it, and otherwise
+    for those that are left.
+    """
+
+    def __init__(
+        self, layer: BackboneLayer, x_Td: Tensor, entering_Ud: Tensor, entering: Pack, is_last: bool
+    ) -> None:
+        """Args:
+        layer: the layer.
+        x_Td: what its experts read.
+        entering_Ud: hidden states before its mixer.
+        entering: their pack. In the last layer only the ``<emb>`` tokens of it are among the T.
+        is_last: whether this is the last layer.
+        """
         self._layer, self._x_Td = layer, x_Td
+        self._entering_Ud, self._entering, self._is_last = entering_Ud, entering, is_last
+        self.flops_S = torch.zeros(entering.num_segments, dtype=torch.float64)
 
     @cached_property
-    def selection(self) -> tuple[Tensor, Tensor]:
-        """Expert numbers int64 [T,k] and weights [T,k]."""
+    def selection(self) -> Selection:
+        """The router's choice."""
         return self._layer.route(self._x_Td)
 
     @property
     def computed(self) -> bool:
-        """Whether the policy has read it."""
+        """Whether the policy has read the router's choice."""
         return "selection" in self.__dict__
 
     @property
     def expert_ids_Tk(self) -> Tensor:
-        return self.selection[0]
+        return self.selection.expert_ids_Tk
 
     @property
     def weights_Tk(self) -> Tensor:
-        return self.selection[1]
+        return self.selection.weights_Tk
 
-    def take(self, index_U: Tensor, x_Ud: Tensor) -> _LayerRouting:
+    @property
+    def router_logits_TE(self) -> Tensor:
+        return self.selection.logits_TE
+
+    @cached_property
+    def write_strength_TV(self) -> Tensor:
+        pack, h_Td = self._entering, self._entering_Ud
+        if self._is_last:
+            pack, h_Td = pack.emb_only(), h_Td[pack.emb_index_S]
+        self.flops_S += pack.lengths_S * self._layer.cost.strength_token
+        return self._layer.write_strength(h_Td)
+
+    def received_attention_T(self, *, from_emb: bool) -> Tensor:
+        pack = self._entering
+        received_T, flops_S = self._layer.received_attention(self._entering_Ud, pack, from_emb=from_emb)
+        self.flops_S += flops_S
+        return received_T[pack.emb_index_S] if self._is_last else received_T
+
+    def take(self, index_U: Tensor, x_Ud: Tensor) -> LayerSignals:
         """Selection of some tokens: routing the others is dead work unless the policy asked for it."""
-        taken = _LayerRouting(self._layer, x_Ud)
+        taken = LayerSignals(self._layer, x_Ud, self._entering_Ud, self._entering, self._is_last)
         if self.computed:
-            taken.selection = (self.expert_ids_Tk[index_U], self.weights_Tk[index_U])
+            taken.selection = Selection(*(part[index_U] for part in self.selection))
         return taken
 
 
@@ -76,10 +109,10 @@ def _executing_rows(keep: Tensor) -> Tensor | None:
 
 
 def _routed_experts(
-    backbone: Backbone, layer: BackboneLayer, x_Rd: Tensor, routing: _LayerRouting, decision: Decision
+    backbone: Backbone, layer: BackboneLayer, x_Rd: Tensor, signals: LayerSignals, decision: Decision
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs of the kept experts [R,d], kept experts per token [R], and rows per expert [E]."""
-    (ids_Rk, weights_Rk), keep = routing.selection, decision.keep
+    ids_Rk, weights_Rk, keep = signals.expert_ids_Tk, signals.weights_Tk, decision.keep
     if keep is not None and keep.ndim == 1:
         # On a CPU only tokens that keep all their experts are here.
         keep = None if keep.device.type == "cpu" else keep[:, None].expand_as(ids_Rk)
@@ -98,17 +131,17 @@ def _step(
     backbone: Backbone, index: int, h_Td: Tensor, pack: Pack, policy: Policy
 ) -> tuple[Tensor, Pack, Trace]:
     """One layer; its trace lacks the layer dimension."""
-    layer = backbone.layers[index]
-    entered_S = pack.lengths_S
-    if index == backbone.num_layers - 1:
+    layer, is_last = backbone.layers[index], index == backbone.num_layers - 1
+    entered_S, entering_Ud, entering = pack.lengths_S, h_Td, pack
+    if is_last:
         h_Td, pack = layer.mix_emb(h_Td, pack), pack.emb_only()
     else:
         h_Td = layer.mix(h_Td, pack)
     x_Td = layer.moe_input(h_Td)
     decided_S = pack.lengths_S
-    routing = _LayerRouting(layer, x_Td)
-    decision = policy.decide(index, x_Td, routing, pack)
-    all_routed = routing.computed
+    signals = LayerSignals(layer, x_Td, entering_Ud, entering, is_last)
+    decision = policy.decide(index, x_Td, signals, pack)
+    all_routed, signal_flops_S = signals.computed, signals.flops_S
 
     if decision.drop_T is not None:
         # Dropped tokens leave before the shared expert too: their output of this layer is never read.
@@ -116,15 +149,15 @@ def _step(
         stays_T[pack.emb_index_S] = True
         index_U, cu_seqlens = backbone.kernels.compaction(stays_T, pack.cu_seqlens)
         h_Td, x_Td, pack = h_Td[index_U], x_Td[index_U], pack.take(index_U, cu_seqlens)
-        routing, decision = routing.take(index_U, x_Td), decision.take(index_U)
+        signals, decision = signals.take(index_U, x_Td), decision.take(index_U)
     h_Td = h_Td + layer.shared(x_Td)
 
     segments_R = pack.segment_ids_T
     rows_R = None if decision.keep is None else _executing_rows(decision.keep)
     if rows_R is not None:
         x_Td, segments_R = x_Td[rows_R], segments_R[rows_R]
-        routing, decision = routing.take(rows_R, x_Td), decision.take(rows_R)
-    out_Rd, kept_R, expert_rows_E = _routed_experts(backbone, layer, x_Td, routing, decision)
+        signals, decision = signals.take(rows_R, x_Td), decision.take(rows_R)
+    out_Rd, kept_R, expert_rows_E = _routed_experts(backbone, layer, x_Td, signals, decision)
     h_Td = h_Td.add_(out_Rd) if rows_R is None else h_Td.index_add_(0, rows_R, out_Rd)
 
     zeros_S = kept_R.new_zeros(pack.num_segments)
@@ -138,6 +171,7 @@ def _step(
         routed_S,
         zeros_S.index_add(0, segments_R, kept_R),
         expert_rows_E,
+        signal_flops_S,
     )
     return h_Td, pack, executed
 

@@ -5,9 +5,9 @@ one token, pair or row costs in each layer; :class:`FlopModel` takes FLOPs. A mu
 activations and rotary embedding are not counted, and Gated DeltaNet is charged as the recurrence of spec §2, not as
 the chunked form that kernels execute. Three figures:
 
-- executed: rows that ran, the gates' own cost included. Full compute is charged the same way, so the free
-  saving of the last layer (only ``<emb>`` is computed there) belongs to every policy.
-- logical: what the policy decided, as spec §3 writes it: gates and router cost nothing, and a token dropped in
+- executed: rows that ran, the cost of gates and of signals that only the policy read included. Full compute is
+  charged the same way, so the free saving of the last layer (only ``<emb>`` is computed there) belongs to every policy.
+- logical: what the policy decided, as spec §3 writes it: gates, signals and router cost nothing, and a token dropped in
   a layer still pays that layer's shared expert.
 - hardware: executed, with every expert's rows rounded up to whole tiles of ``tile`` rows.
 
@@ -83,7 +83,8 @@ class CostModel:
         rows_NS = decided_NS * self._top_k
         if expert_rows_NE is None:
             expert_rows_NE = torch.zeros(self._row.shape[0], 0, dtype=torch.long)
-        return Trace(entered_NS, decided_NS, decided_NS, decided_NS, rows_NS, expert_rows_NE)
+        no_signals_NS = torch.zeros_like(entered_NS, dtype=torch.float64)
+        return Trace(entered_NS, decided_NS, decided_NS, decided_NS, rows_NS, expert_rows_NE, no_signals_NS)
 
 
 class FlopModel(CostModel):
@@ -91,6 +92,10 @@ class FlopModel(CostModel):
 
     def __init__(self, backbone: Backbone) -> None:
         super().__init__([layer.cost for layer in backbone.layers], backbone.top_k)
+
+    def executed(self, trace: Trace, gate_token: float = 0.0, *, tile: int | None = None) -> Tensor:
+        """FLOPs of what ran, signals that only the policy read included, [S]."""
+        return super().executed(trace, gate_token, tile=tile) + trace.signal_flops_NS.cpu().sum(0)
 
     def logical(self, trace: Trace) -> Tensor:
         """FLOPs of spec §3's formula, [S]."""

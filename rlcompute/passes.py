@@ -285,7 +285,8 @@ def _expected_trace(
     decided_NS[-1] = survived_NS[-1] = 1.0
     routed_NS[-1] = 1.0 - skip
     no_experts = torch.zeros(num_layers, 0, dtype=torch.int64)
-    return Trace(entered_NS, decided_NS, survived_NS, routed_NS, routed_NS * top_k, no_experts)
+    no_signals = torch.zeros_like(entered_NS)
+    return Trace(entered_NS, decided_NS, survived_NS, routed_NS, routed_NS * top_k, no_experts, no_signals)
 
 
 def _batches(items: Sequence[Item], batch_size: int) -> Iterator[Sequence[Item]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Trace:
-    """Counts of executed work, int64. Tokens are counted on the CPU, rows on the device of the pass.
+    """Counts of executed work, int64 where not stated. Tokens are counted on the CPU, rows on the device of the pass.
 
     Attributes:
         entered_NS: tokens that went through the layer's mixer (its keys and values, in the last layer).
@@ -24,6 +24,8 @@ class Trace:
             the number of those that run one.
         rows_NS: (token, expert) rows that ran.
         expert_rows_NE: the same rows by expert, over all segments.
+        signal_flops_NS: float64 FLOPs of what was computed only because the policy read it: write strength and
+            attention maps (the router's choice is in ``routed_NS``).
     """
 
     entered_NS: Tensor
@@ -32,3 +34,4 @@ class Trace:
     routed_NS: Tensor
     rows_NS: Tensor
     expert_rows_NE: Tensor
+    signal_flops_NS: Tensor

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlcompute.backbones import load_backbone
 from rlcompute.backbones.base import Backbone
-from rlcompute.decision import DROP, ROUTE, Decision, Full, Routing
+from rlcompute.decision import DROP, ROUTE, Decision, Full, Signals
 from rlcompute.demo import CHECKPOINT
 from rlcompute.encoder import encode
 from rlcompute.flops import FlopModel
@@ -77,13 +77,13 @@ class Scripted:
         self.actions_NSL, self.slots_NSLk, self.renormalize = actions, slots, renormalize
         self.order = torch.arange(actions.shape[1])
 
-    def decide(self, layer: int, x_Td: Tensor, routing: Routing, pack: Pack) -> Decision:
+    def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
         at = (layer, self.order[pack.segment_ids_T], pack.token_index_T)
         actions_T = self.actions_NSL[at]
         keep = actions_T == ROUTE
         if self.slots_NSLk is not None:
             # A policy that looks at the routing, as score thresholds do, takes the other path in the encoder.
-            assert routing.weights_Tk.shape == routing.expert_ids_Tk.shape
+            assert signals.weights_Tk.shape == signals.expert_ids_Tk.shape
             keep = self.slots_NSLk[at] & keep[:, None]
         return Decision(actions_T == DROP, keep, self.renormalize)
 
@@ -186,7 +186,7 @@ def test_emb_survives_a_policy_that_drops_everything(
     class DropsAll:
         gate_flops_per_token = 0.0
 
-        def decide(self, layer: int, x_Td: Tensor, routing: Routing, pack: Pack) -> Decision:
+        def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
             return Decision(drop_T=torch.ones(len(pack.segment_ids_T), dtype=torch.bool))
 
     trace = encode(backbone, *backbone.pack(embedded), DropsAll()).trace

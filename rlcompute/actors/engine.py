@@ -29,7 +29,7 @@ from rlcompute.backbones.base import Backbone
 from rlcompute.charge import Charge
 from rlcompute.config import Config
 from rlcompute.data.schema import Pair, Side
-from rlcompute.decision import Decision, Full, Routing
+from rlcompute.decision import Decision, Full, Signals
 from rlcompute.encoder import encode
 from rlcompute.flops import FlopModel
 from rlcompute.pack import EmbeddedInput, Pack
@@ -209,8 +209,8 @@ class _DropRecorder:
         self.gate_flops_per_token = policy.gate_flops_per_token
         self.dropped_at_L = torch.full((length,), -1, dtype=torch.long)
 
-    def decide(self, layer: int, x_Td: Tensor, routing: Routing, pack: Pack) -> Decision:
-        decision = self._policy.decide(layer, x_Td, routing, pack)
+    def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
+        decision = self._policy.decide(layer, x_Td, signals, pack)
         if decision.drop_T is not None:
             self.dropped_at_L[pack.token_index_T[decision.drop_T].cpu()] = layer
         return decision

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,20 @@ class ExpertWeights:
     down_EdF: Tensor
 
 
+class Selection(NamedTuple):
+    """A router's choice.
+
+    Attributes:
+        expert_ids_Tk: int64, highest weight first.
+        weights_Tk: in the hidden dtype, renormalised over the selected experts.
+        logits_TE: in the hidden dtype, before the softmax.
+    """
+
+    expert_ids_Tk: Tensor
+    weights_Tk: Tensor
+    logits_TE: Tensor
+
+
 @dataclass(frozen=True)
 class LayerCost:
     """Analytic FLOPs (2 per multiply-add) of one layer; see :mod:`rlcompute.flops` for how they are charged.
@@ -40,6 +54,7 @@ class LayerCost:
         shared_token: shared expert and its gate.
         router_token: router logits.
         expert_row: one routed expert on one token.
+        strength_token: write strength of one token; 0 where there is none.
     """
 
     mix_token: float
@@ -48,6 +63,7 @@ class LayerCost:
     shared_token: float
     router_token: float
     expert_row: float
+    strength_token: float = 0.0
 
 
 class BackboneLayer(Protocol):
@@ -55,6 +71,8 @@ class BackboneLayer(Protocol):
 
     experts: ExpertWeights
     cost: LayerCost
+    is_attention: bool
+    """Full attention; otherwise Gated DeltaNet."""
 
     def mix(self, h_Td: Tensor, pack: Pack) -> Tensor:
         """Norm, attention or Gated DeltaNet, residual: [T,d]. Segments never see each other."""
@@ -68,8 +86,26 @@ class BackboneLayer(Protocol):
         """Post-attention norm: what experts, router and policy read, [T,d]."""
         ...
 
-    def route(self, x_Td: Tensor) -> tuple[Tensor, Tensor]:
-        """Selected experts int64 [T,k], highest weight first, and their renormalised weights [T,k]."""
+    def route(self, x_Td: Tensor) -> Selection:
+        """Which experts each token goes to."""
+        ...
+
+    def write_strength(self, h_Td: Tensor) -> Tensor:
+        """β of Gated DeltaNet for the mixer's inputs, [T,V], computed apart from the mixer.
+
+        Raises:
+            BackendError: the layer has attention instead.
+        """
+        ...
+
+    def received_attention(self, h_Td: Tensor, pack: Pack, *, from_emb: bool) -> tuple[Tensor, Tensor]:
+        """Attention that each token receives, [T], and FLOPs per segment, float64 [S], from the mixer's inputs.
+
+        See :meth:`rlcompute.decision.Signals.received_attention_T`.
+
+        Raises:
+            BackendError: the layer has Gated DeltaNet instead.
+        """
         ...
 
     def shared(self, x_Td: Tensor) -> Tensor:

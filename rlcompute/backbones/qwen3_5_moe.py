@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rlcompute.backbones.base import Backbone, BackboneLayer, ExpertWeights, LayerCost
+from rlcompute.backbones.base import Backbone, BackboneLayer, ExpertWeights, LayerCost, Selection
 from rlcompute.backbones.fingerprint import checkpoint_hash
 from rlcompute.backbones.qwen3_5_vision import VisionTower
+from rlcompute.errors import BackendError
 from rlcompute.kernels.registry import Kernels
 from rlcompute.pack import IMAGE, TEXT, VIDEO, EmbeddedInput, Pack
 from rlcompute.preprocess import ModelInput, Preprocessor
@@ -82,18 +83,45 @@ class _Attention:
     ) -> Tensor:
         m, D = self.module, self.head_dim
         query_QHD, gate_QHD = m.q_proj(x_Qd).view(-1, self.heads, 2 * D).chunk(2, dim=-1)
-        key_TGD = m.k_proj(x_Td).view(-1, self.kv_heads, D)
-        value_TGD = m.v_proj(x_Td).view(-1, self.kv_heads, D)
         query_QHD = _rotate(_zero_centred_rms_norm(query_QHD, m.q_norm.weight, self.eps), cos_Qr, sin_Qr)
-        key_TGD = _rotate(
-            _zero_centred_rms_norm(key_TGD, m.k_norm.weight, self.eps), pack.cos_Tr, pack.sin_Tr
-        )
+        key_TGD = self._keys(x_Td, pack)
+        value_TGD = m.v_proj(x_Td).view(-1, self.kv_heads, D)
         out_QHD = self.backbone.kernels.attention(
             query_QHD, key_TGD, value_TGD, cu_q, pack.cu_seqlens, scale=m.scaling, causal=True
         )
         gated = out_QHD.reshape(x_Qd.shape[0], -1) * gate_QHD.reshape(x_Qd.shape[0], -1).sigmoid()
         out: Tensor = m.o_proj(gated)
         return out
+
+    def _keys(self, x_Td: Tensor, pack: Pack) -> Tensor:
+        m = self.module
+        key_TGD = m.k_proj(x_Td).view(-1, self.kv_heads, self.head_dim)
+        return _rotate(_zero_centred_rms_norm(key_TGD, m.k_norm.weight, self.eps), pack.cos_Tr, pack.sin_Tr)
+
+    def received(self, x_Td: Tensor, pack: Pack, *, from_emb: bool) -> tuple[Tensor, Tensor]:
+        """Attention received [T], mean over heads and summed over queries, and FLOPs [S]; segment by segment."""
+        m, D, d = self.module, self.head_dim, x_Td.shape[1]
+        rows_Q = pack.emb_index_S if from_emb else torch.arange(len(x_Td), device=x_Td.device)
+        query_QHD, _ = m.q_proj(x_Td[rows_Q]).view(-1, self.heads, 2 * D).chunk(2, dim=-1)
+        query_QHD = _zero_centred_rms_norm(query_QHD, m.q_norm.weight, self.eps)
+        query_QHD = _rotate(query_QHD, pack.cos_Tr[rows_Q], pack.sin_Tr[rows_Q])
+        key_THD = self._keys(x_Td, pack).repeat_interleave(self.heads // self.kv_heads, dim=1)
+        lengths_S = pack.lengths_S
+        counts_S = torch.ones_like(lengths_S) if from_emb else lengths_S
+        received = []
+        for query_qHD, key_LHD in zip(
+            query_QHD.split(counts_S.tolist()), key_THD.split(lengths_S.tolist()), strict=True
+        ):
+            scores_HqL = torch.einsum("qhd,lhd->hql", query_qHD, key_LHD) * m.scaling
+            q, length = scores_HqL.shape[1:]
+            later_qL = torch.ones(q, length, dtype=torch.bool, device=x_Td.device).triu(length - q + 1)
+            wide = torch.promote_types(scores_HqL.dtype, torch.float32)
+            probs_HqL = scores_HqL.masked_fill(later_qL, -torch.inf).softmax(-1, dtype=wide)
+            received.append(probs_HqL.mean(0).sum(0))
+        # Query projection with its output gate, which comes out of the same weights; keys; scores of all pairs.
+        inner, key_inner = self.heads * D, self.kv_heads * D
+        projections_S = counts_S * 4.0 * d * inner + lengths_S * 2.0 * d * key_inner
+        return torch.cat(received), projections_S + counts_S * lengths_S * 2.0 * inner
 
     def costs(self, d: int) -> tuple[float, float, float]:
         """FLOPs per token, per query token, per (query, key) pair."""
@@ -146,6 +174,11 @@ class _GatedDeltaNet:
         out: Tensor = m.out_proj(gated.to(dtype).flatten(1))
         return out
 
+    def write_strength(self, x_Td: Tensor) -> Tensor:
+        """β [T,V], spec §2."""
+        strength_TV: Tensor = self.module.in_proj_b(x_Td).sigmoid()
+        return strength_TV
+
     def costs(self, d: int) -> tuple[float, float, float]:
         """FLOPs per token, per query token, per (query, key) pair (none)."""
         m = self.module
@@ -158,8 +191,9 @@ class _GatedDeltaNet:
 class Qwen35MoeLayer:
     """One decoder layer on packed tokens; implements :class:`BackboneLayer`."""
 
-    def __init__(self, module: Any, config: Any, backbone: Backbone) -> None:
-        self.module, self.eps, self.top_k = module, config.rms_norm_eps, config.num_experts_per_tok
+    def __init__(self, index: int, module: Any, config: Any, backbone: Backbone) -> None:
+        self.index, self.module, self.eps = index, module, config.rms_norm_eps
+        self.top_k = config.num_experts_per_tok
         self.is_attention = module.block_type == "full_attention"
         self.mixer: _Attention | _GatedDeltaNet = (
             _Attention(module.self_attn, self.eps, backbone)
@@ -177,6 +211,7 @@ class Qwen35MoeLayer:
             shared_token=6.0 * d * config.shared_expert_intermediate_size + 2.0 * d,
             router_token=2.0 * d * config.num_experts,
             expert_row=6.0 * d * width,
+            strength_token=0.0 if self.is_attention else 2.0 * d * module.linear_attn.num_v_heads,
         )
 
     def _mixer_input(self, h_Td: Tensor) -> Tensor:
@@ -191,11 +226,21 @@ class Qwen35MoeLayer:
     def moe_input(self, h_Td: Tensor) -> Tensor:
         return _zero_centred_rms_norm(h_Td, self.module.post_attention_layernorm.weight, self.eps)
 
-    def route(self, x_Td: Tensor) -> tuple[Tensor, Tensor]:
+    def route(self, x_Td: Tensor) -> Selection:
         logits = F.linear(x_Td, self.module.mlp.gate.weight)
         wide = torch.promote_types(logits.dtype, torch.float32)
         weights, ids = logits.softmax(dim=-1, dtype=wide).topk(self.top_k, dim=-1)
-        return ids, (weights / weights.sum(dim=-1, keepdim=True)).to(logits.dtype)
+        return Selection(ids, (weights / weights.sum(dim=-1, keepdim=True)).to(logits.dtype), logits)
+
+    def write_strength(self, h_Td: Tensor) -> Tensor:
+        if not isinstance(self.mixer, _GatedDeltaNet):
+            raise BackendError(f"layer {self.index} is full attention, which has no write strength β")
+        return self.mixer.write_strength(self._mixer_input(h_Td))
+
+    def received_attention(self, h_Td: Tensor, pack: Pack, *, from_emb: bool) -> tuple[Tensor, Tensor]:
+        if not isinstance(self.mixer, _Attention):
+            raise BackendError(f"layer {self.index} is Gated DeltaNet, which has no attention map")
+        return self.mixer.received(self._mixer_input(h_Td), pack, from_emb=from_emb)
 
     def shared(self, x_Td: Tensor) -> Tensor:
         mlp = self.module.mlp
@@ -220,7 +265,8 @@ class Qwen35MoeBackbone(Backbone):
         )
         self.kernels = kernels
         self.layers: list[BackboneLayer] = [
-            Qwen35MoeLayer(module, text, self) for module in model.language_model.layers
+            Qwen35MoeLayer(index, module, text, self)
+            for index, module in enumerate(model.language_model.layers)
         ]
         self._vision = VisionTower(model.visual, self)
 

@@ -16,13 +16,13 @@ from functools import partial
 
 from torch import Tensor
 
-from rlcompute.backbones.base import BackboneLayer
+from rlcompute.backbones.base import BackboneLayer, Selection
 from rlcompute.benchmark.bench import Bench
 from rlcompute.benchmark.gates import heads_saving
 from rlcompute.benchmark.rows import Row, compared
 from rlcompute.benchmark.timing import Stopwatch, Timing
 from rlcompute.benchmark.variants import segment_keys, swapped_kernels
-from rlcompute.decision import Decision, Full, Policy, Routing
+from rlcompute.decision import Decision, Full, Policy, Signals
 from rlcompute.encoder import encode
 from rlcompute.kernels.registry import Kernel
 from rlcompute.pack import Pack
@@ -58,7 +58,7 @@ class _TimedLayer:
 
     def __init__(self, layer: BackboneLayer, watch: Stopwatch) -> None:
         self._layer, self._watch = layer, watch
-        self.experts, self.cost = layer.experts, layer.cost
+        self.experts, self.cost, self.is_attention = layer.experts, layer.cost, layer.is_attention
         self._mixer = "attention" if layer.cost.mix_context else "gated delta"
 
     def mix(self, h_Td: Tensor, pack: Pack) -> Tensor:
@@ -73,13 +73,19 @@ class _TimedLayer:
         with self._watch("norms"):
             return self._layer.moe_input(h_Td)
 
-    def route(self, x_Td: Tensor) -> tuple[Tensor, Tensor]:
+    def route(self, x_Td: Tensor) -> Selection:
         with self._watch("router"):
             return self._layer.route(x_Td)
 
     def shared(self, x_Td: Tensor) -> Tensor:
         with self._watch("shared expert"):
             return self._layer.shared(x_Td)
+
+    def write_strength(self, h_Td: Tensor) -> Tensor:
+        return self._layer.write_strength(h_Td)
+
+    def received_attention(self, h_Td: Tensor, pack: Pack, *, from_emb: bool) -> tuple[Tensor, Tensor]:
+        return self._layer.received_attention(h_Td, pack, from_emb=from_emb)
 
 
 @dataclass(frozen=True)
@@ -100,9 +106,9 @@ class _TimedPolicy:
         self._policy, self._watch = policy, watch
         self.gate_flops_per_token = policy.gate_flops_per_token
 
-    def decide(self, layer: int, x_Td: Tensor, routing: Routing, pack: Pack) -> Decision:
+    def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
         with self._watch(GATES):
-            return self._policy.decide(layer, x_Td, routing, pack)
+            return self._policy.decide(layer, x_Td, signals, pack)
 
 
 def _timed_kernel(kernel: Kernel, component: str, watch: Stopwatch) -> Kernel:

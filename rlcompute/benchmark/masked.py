@@ -11,7 +11,6 @@ G key/value heads, D head width, C channels, d hidden size, k selected experts.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -20,17 +19,10 @@ from torch import Tensor
 from rlcompute.backbones.base import Backbone
 from rlcompute.benchmark.variants import swapped_kernels
 from rlcompute.decision import Policy
+from rlcompute.encoder import LayerSignals
 from rlcompute.kernels.registry import Kernels
 from rlcompute.kernels.segments import segment_lengths
 from rlcompute.pack import Pack
-
-
-@dataclass(frozen=True)
-class _Routed:
-    """The expert selection of all tokens."""
-
-    expert_ids_Tk: Tensor
-    weights_Tk: Tensor
 
 
 class _MaskedKernels:
@@ -120,13 +112,15 @@ def encode_masked(backbone: Backbone, hidden_Td: Tensor, pack: Pack, policy: Pol
         backbone, attention=masked.attention, gated_delta=masked.gated_delta, causal_conv=masked.causal_conv
     ):
         for index, layer in enumerate(backbone.layers):
-            if index == backbone.num_layers - 1:
+            entering_Td, entering, is_last = h_Td, pack, index == backbone.num_layers - 1
+            if is_last:
                 h_Td, pack = layer.mix_emb(h_Td, pack), pack.emb_only()
             else:
                 h_Td = layer.mix(h_Td, pack)
             x_Td = layer.moe_input(h_Td)
-            ids_Tk, weights_Tk = layer.route(x_Td)
-            decision = policy.decide(index, x_Td, _Routed(ids_Tk, weights_Tk), pack)
+            signals = LayerSignals(layer, x_Td, entering_Td, entering, is_last)
+            decision = policy.decide(index, x_Td, signals, pack)
+            ids_Tk, weights_Tk = signals.expert_ids_Tk, signals.weights_Tk
             if decision.keep is not None:
                 keep = decision.keep if decision.keep.ndim == 2 else decision.keep[:, None]
                 weights_Tk = weights_Tk * keep
@@ -136,7 +130,7 @@ def encode_masked(backbone: Backbone, hidden_Td: Tensor, pack: Pack, policy: Pol
             experts = layer.experts
             h_Td = h_Td + layer.shared(x_Td)
             h_Td = h_Td + own.experts(x_Td, plan, weights_Tk, experts.gate_up_E2Fd, experts.down_EdF)
-            if decision.drop_T is not None and index < backbone.num_layers - 1:
+            if decision.drop_T is not None and not is_last:
                 masked.alive_T = masked.alive_T & (~decision.drop_T | pack.is_emb_T())
         normed = backbone.final_norm(h_Td)
     return F.normalize(normed.to(torch.promote_types(normed.dtype, torch.float32)), dim=-1)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlcompute.backbones.base import Backbone
-from rlcompute.decision import Decision, Routing
+from rlcompute.decision import Decision, Signals
 from rlcompute.errors import BackendError
 from rlcompute.kernels.registry import Kernel
 from rlcompute.pack import Pack
@@ -49,7 +49,7 @@ class KeepShare:
         """
         self._keys_S, self._layer, self._keep = keys_S, layer, keep
 
-    def decide(self, layer: int, x_Td: Tensor, routing: Routing, pack: Pack) -> Decision:
+    def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
         """One draw per token in the chosen layer, nothing in others."""
         if layer != self._layer:
             return Decision()
@@ -71,7 +71,7 @@ class MeanExperts:
         self._keys_S, self._fewest, self._share_more = keys_S, int(mean), mean - int(mean)
         self._slots_k = torch.arange(top_k, device=keys_S.device)
 
-    def decide(self, layer: int, x_Td: Tensor, routing: Routing, pack: Pack) -> Decision:
+    def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
         """One draw per token: below the fraction of the mean it keeps one expert more."""
         draw_T = uniform(self._keys_S[pack.segment_ids_T], layer, pack.token_index_T)
         count_T = self._fewest + (draw_T < self._share_more).long()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlcompute.decision import Decision, Routing
+from rlcompute.decision import Decision, Signals
 from rlcompute.pack import TEXT, Pack
 from rlcompute.policies.draws import uniform
 from rlcompute.policies.gates import Droppable
@@ -32,7 +32,7 @@ class RandomActions:
         self._keys_S, self._skip, self._drop = keys_S, skip, drop
         self._droppable, self._last = droppable, num_layers - 1
 
-    def decide(self, layer: int, x_Td: Tensor, routing: Routing, pack: Pack) -> Decision:
+    def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
         """One draw per token: below ``drop`` it leaves, in the next ``skip`` of the interval it skips."""
         draw_T = uniform(self._keys_S[pack.segment_ids_T], layer, pack.token_index_T)
         may_drop_T = ~pack.is_emb_T()
@@ -57,7 +57,7 @@ class UniformTopK:
             raise ValueError(f"uniform top-k: k must lie in 1..{top_k}, got {k}")
         self._slots_k = torch.arange(top_k) < k
 
-    def decide(self, layer: int, x_Td: Tensor, routing: Routing, pack: Pack) -> Decision:
+    def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
         """Keep the first k slots (they are sorted by weight), renormalised."""
         keep_Tk = self._slots_k.to(x_Td.device).expand(x_Td.shape[0], -1)
         return Decision(keep=keep_Tk, renormalize=True)

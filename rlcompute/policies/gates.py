@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlcompute.backbones.base import Backbone
-from rlcompute.decision import DROP, ROUTE, SKIP, Decision, Full, Routing
+from rlcompute.decision import DROP, ROUTE, SKIP, Decision, Full, Signals
 from rlcompute.encoder import encode
 from rlcompute.kernels.registry import Kernel
 from rlcompute.kernels.score_statistic import segment_score_statistic
@@ -97,7 +97,7 @@ class GreedyGates:
         self._weight_N3d = folded_N3d
         self._bias_N3 = heads.weight_N3F[..., -1] - (folded_N3d @ heads.mean_Nd[:, :, None])[..., 0]
 
-    def decide(self, layer: int, x_Td: Tensor, routing: Routing, pack: Pack) -> Decision:
+    def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
         """The argmax action of every token."""
         x_Td = x_Td.to(self._weight_N3d.dtype)
         logits_T3 = torch.addmm(self._bias_N3[layer], x_Td, self._weight_N3d[layer].t())
@@ -167,7 +167,7 @@ class SampledGates:
     def statistic_SN3F(self) -> Tensor:
         return torch.stack(self._statistics, dim=1)
 
-    def decide(self, layer: int, x_Td: Tensor, routing: Routing, pack: Pack) -> Decision:
+    def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
         """Sample by inverse transform of one uniform draw per token."""
         features_TF = self.heads.features(layer, x_Td)
         logits_T3 = features_TF @ self.heads.weight_N3F[layer].t() / self.temperature
@@ -219,12 +219,12 @@ class _InputMoments:
         self.square_Nd = torch.zeros(num_layers, d, dtype=torch.float64)
         self.count_N = torch.zeros(num_layers, dtype=torch.float64)
 
-    def decide(self, layer: int, x_Td: Tensor, routing: Routing, pack: Pack) -> Decision:
+    def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
         x_Td = x_Td.double().cpu()
         self.sum_Nd[layer] += x_Td.sum(0)
         self.square_Nd[layer] += x_Td.square().sum(0)
         self.count_N[layer] += len(x_Td)
-        return Full().decide(layer, x_Td, routing, pack)
+        return Full().decide(layer, x_Td, signals, pack)
 
 
 def calibrate(

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from rlcompute.decision import Decision, Policy, Routing
+from rlcompute.decision import Decision, Policy, Signals
 from rlcompute.kernels.tile_skip import tile_aware_keep
 from rlcompute.pack import Pack
 
@@ -31,12 +31,12 @@ class TileAware:
         self.gate_flops_per_token = policy.gate_flops_per_token
         self._rows_per_tile, self._num_experts = rows_per_tile, num_experts
 
-    def decide(self, layer: int, x_Td: Tensor, routing: Routing, pack: Pack) -> Decision:
+    def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
         """The policy's drops; its skips at no more gate mass in no more tiles. Reads the routing of all tokens."""
-        decision = self.policy.decide(layer, x_Td, routing, pack)
+        decision = self.policy.decide(layer, x_Td, signals, pack)
         if decision.keep is None:
             return decision
-        ids_Tk, keep, experts = routing.expert_ids_Tk, decision.keep, self._num_experts
+        ids_Tk, keep, experts = signals.expert_ids_Tk, decision.keep, self._num_experts
         keep_Tk = keep[:, None].expand_as(ids_Tk) if keep.ndim == 1 else keep
         if decision.drop_T is not None:
             # Rows of dropped tokens are neither there to be skipped nor to be run instead: they go to an expert of
@@ -45,5 +45,5 @@ class TileAware:
             leaves_T[pack.emb_index_S] = False
             ids_Tk, keep_Tk = ids_Tk.masked_fill(leaves_T[:, None], experts), keep_Tk & ~leaves_T[:, None]
             experts += 1
-        rounded_Tk = tile_aware_keep(ids_Tk, routing.weights_Tk, keep_Tk, self._rows_per_tile, experts)
+        rounded_Tk = tile_aware_keep(ids_Tk, signals.weights_Tk, keep_Tk, self._rows_per_tile, experts)
         return replace(decision, keep=rounded_Tk)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rlcompute.backbones import load_backbone
-from rlcompute.decision import Decision, Full, Policy, Routing
+from rlcompute.decision import Decision, Full, Policy, Signals
 from rlcompute.demo import CHECKPOINT
 from rlcompute.demo.dataset import demo_pairs
 from rlcompute.demo.splits import MODALITIES
@@ -21,7 +21,7 @@ ROLLOUTS = 2
 class DropsAll:
     gate_flops_per_token = 0.0
 
-    def decide(self, layer: int, x_Td: Tensor, routing: Routing, pack: Pack) -> Decision:
+    def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
         return Decision(drop_T=torch.ones(len(x_Td), dtype=torch.bool))
 
 

@@ -10,7 +10,7 @@ import torch
 
 from rlcompute.backbones import load_backbone
 from rlcompute.backbones.base import Backbone
-from rlcompute.decision import DROP, SKIP, Decision, Full, Routing
+from rlcompute.decision import DROP, SKIP, Decision, Full, Signals
 from rlcompute.encoder import encode
 from rlcompute.errors import CheckpointError
 from rlcompute.flops import FlopModel
@@ -47,8 +47,8 @@ class Recorder:
         self.inputs: list[torch.Tensor] = []
         self.decisions: list[tuple[Decision, Pack]] = []
 
-    def decide(self, layer: int, x_Td: torch.Tensor, routing: Routing, pack: Pack) -> Decision:
-        decision = self.policy.decide(layer, x_Td, routing, pack)
+    def decide(self, layer: int, x_Td: torch.Tensor, signals: Signals, pack: Pack) -> Decision:
+        decision = self.policy.decide(layer, x_Td, signals, pack)
         self.inputs.append(x_Td)
         self.decisions.append((decision, pack))
         return decision

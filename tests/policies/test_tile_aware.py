@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlcompute.backbones import load_backbone
 from rlcompute.backbones.base import Backbone
-from rlcompute.decision import Decision, Full, Policy, Routing
+from rlcompute.decision import Decision, Full, Policy, Signals
 from rlcompute.encoder import encode
 from rlcompute.kernels.routing_plan import tiles
 from rlcompute.kernels.tile_skip import naive_tile_aware_keep
@@ -50,8 +50,8 @@ class Spy:
         self._outer = TileAware(self, rows_per_tile=ROWS, num_experts=num_experts)
         self._given = Decision()
 
-    def decide(self, layer: int, x_Td: Tensor, routing: Routing, pack: Pack) -> Decision:
-        self._given = self._inner.decide(layer, x_Td, routing, pack)
+    def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
+        self._given = self._inner.decide(layer, x_Td, signals, pack)
         return self._given
 
     def watched(self) -> Policy:
@@ -60,12 +60,12 @@ class Spy:
         class Watched:
             gate_flops_per_token = 0.0
 
-            def decide(self, layer: int, x_Td: Tensor, routing: Routing, pack: Pack) -> Decision:
-                made = spy._outer.decide(layer, x_Td, routing, pack)
+            def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
+                made = spy._outer.decide(layer, x_Td, signals, pack)
                 stays_T = torch.ones(len(x_Td), dtype=torch.bool)
                 if made.drop_T is not None:
                     stays_T = ~made.drop_T | pack.is_emb_T()
-                spy.seen.append((spy._given, made, stays_T, routing.expert_ids_Tk, routing.weights_Tk))
+                spy.seen.append((spy._given, made, stays_T, signals.expert_ids_Tk, signals.weights_Tk))
                 return made
 
         return Watched()
