@@ -244,6 +244,44 @@ class EvaluationConfig(Section):
     )
 
 
+class CalibrationConfig(Section):
+    """The sample of training pairs on which training-free policies and expert pruning are calibrated."""
+
+    pairs_per_modality: Count = Field(
+        16, description="Training pairs of each modality, drawn with `run.seed` (pairs)."
+    )
+    dir: str = Field(
+        "runs/calibration",
+        min_length=1,
+        description="Folder where calibrations are kept, by backbone and sample.",
+    )
+    workers: int = Field(
+        0, ge=0, description="Ray Data workers that run the sample; 0 runs it in this process (processes)."
+    )
+    modes_grid: int = Field(
+        24, ge=2, description="Candidate thresholds of MoDES for each token modality (values)."
+    )
+
+
+class CompareConfig(Section):
+    """What `compare` puts side by side; sample, galleries and clock are those of `evaluation`."""
+
+    policies: tuple[str, ...] = Field(
+        ("full", "uniform_topk:k=1", "beta_prune:layer=0,keep=*"),
+        strict=False,
+        min_length=1,
+        description="Policies as `rule:key=value,…`, joined with `+`; a value `*` is solved for each budget.",
+    )
+    budgets: tuple[Fraction, ...] = Field(
+        (0.3, 0.45),
+        strict=False,
+        description="Savings to meet, as shares of the language model's full executed FLOPs.",
+    )
+    cache: str = Field(
+        "runs/compare_cache", min_length=1, description="Folder where finished measurements are kept."
+    )
+
+
 class LoggingConfig(Section):
     """Pictures in TensorBoard; scalars are logged every iteration."""
 
@@ -267,6 +305,8 @@ class Config(Section):
     grpo: GRPOSettings = GRPOSettings()
     ray: RayConfig = RayConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    calibration: CalibrationConfig = CalibrationConfig()
+    compare: CompareConfig = CompareConfig()
     logging: LoggingConfig = LoggingConfig()
 
     @model_validator(mode="after")
