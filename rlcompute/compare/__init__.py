@@ -1,0 +1,1 @@
+"""Policies side by side at matched budgets: the comparison, the study of write strength, the claims."""
