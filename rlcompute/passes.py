@@ -21,8 +21,9 @@ from rlcompute.decision import Policy
 from rlcompute.encoder import encode
 from rlcompute.flops import FlopModel
 from rlcompute.pack import TEXT, EmbeddedInput
-from rlcompute.policies.baselines import RandomActions, UniformTopK
+from rlcompute.policies.baselines import RandomActions
 from rlcompute.policies.draws import as_keys, rollout_key
+from rlcompute.policies.expert_rules import UniformTopK
 from rlcompute.policies.gates import Droppable
 from rlcompute.preprocess import ModelInput
 from rlcompute.progress import ProgressReporter

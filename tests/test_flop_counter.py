@@ -17,7 +17,8 @@ from rlcompute.encoder import encode
 from rlcompute.flop_counter import ATEN_FORMULAS, count_flops
 from rlcompute.flops import FlopModel
 from rlcompute.pack import EmbeddedInput
-from rlcompute.policies.baselines import RandomActions, UniformTopK
+from rlcompute.policies.baselines import RandomActions
+from rlcompute.policies.expert_rules import UniformTopK
 from rlcompute.policies.gates import GreedyGates, init_heads
 from tests.inputs import every_modality
 from tests.tiny import write_tiny_checkpoint

@@ -26,8 +26,9 @@ from rlcompute.passes import (
     random_like,
     uniform_like,
 )
-from rlcompute.policies.baselines import RandomActions, UniformTopK
+from rlcompute.policies.baselines import RandomActions
 from rlcompute.policies.draws import as_keys, rollout_key
+from rlcompute.policies.expert_rules import UniformTopK
 from rlcompute.policies.gates import Droppable
 from tests.pairs import png
 from tests.tiny import write_tiny_checkpoint

@@ -1,11 +1,10 @@
 """Policies that were not trained: the controls that a learned policy has to beat.
 
-Shape legend: T tokens, S segments, k selected experts.
+Shape legend: T tokens, S segments.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from rlcompute.decision import Decision, Signals
@@ -41,23 +40,3 @@ class RandomActions:
         drop_T = (draw_T < self._drop) & may_drop_T & (layer != self._last)
         skip_T = (draw_T >= self._drop) & (draw_T < self._drop + self._skip)
         return Decision(drop_T=drop_T, keep=~skip_T)
-
-
-class UniformTopK:
-    """The k highest-weighted experts of every token, as if ``num_experts_per_tok`` were lower."""
-
-    gate_flops_per_token = 0.0
-
-    def __init__(self, k: int, top_k: int) -> None:
-        """Args:
-        k: experts to run, 1..top_k.
-        top_k: experts that the backbone selects.
-        """
-        if not 1 <= k <= top_k:
-            raise ValueError(f"uniform top-k: k must lie in 1..{top_k}, got {k}")
-        self._slots_k = torch.arange(top_k) < k
-
-    def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
-        """Keep the first k slots (they are sorted by weight), renormalised."""
-        keep_Tk = self._slots_k.to(x_Td.device).expand(x_Td.shape[0], -1)
-        return Decision(keep=keep_Tk, renormalize=True)

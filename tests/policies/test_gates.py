@@ -15,9 +15,10 @@ from rlcompute.encoder import encode
 from rlcompute.errors import CheckpointError
 from rlcompute.flops import FlopModel
 from rlcompute.pack import TEXT, EmbeddedInput, Pack
-from rlcompute.policies.baselines import RandomActions, UniformTopK
+from rlcompute.policies.baselines import RandomActions
 from rlcompute.policies.checkpoint import check_backbone, load_gates, save_gates
 from rlcompute.policies.draws import as_keys, rollout_key, uniform
+from rlcompute.policies.expert_rules import UniformTopK
 from rlcompute.policies.gates import GateHeads, GreedyGates, SampledGates, calibrate, init_heads
 from tests.inputs import every_modality
 from tests.tiny import write_tiny_checkpoint

@@ -15,7 +15,8 @@ from rlcompute.encoder import encode
 from rlcompute.kernels.routing_plan import tiles
 from rlcompute.kernels.tile_skip import naive_tile_aware_keep
 from rlcompute.pack import EmbeddedInput, Pack
-from rlcompute.policies.baselines import RandomActions, UniformTopK
+from rlcompute.policies.baselines import RandomActions
+from rlcompute.policies.expert_rules import UniformTopK
 from rlcompute.policies.tile_aware import TileAware
 from tests.inputs import every_modality
 from tests.tiny import write_tiny_checkpoint

@@ -1,0 +1,42 @@
+"""Several policies at once, such as a rule for tokens and a rule for experts (spec §5)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from rlcompute.decision import Decision, Policy, Signals
+from rlcompute.pack import Pack
+
+
+class Combined:
+    """What any of the policies drops is dropped; of the rest, a slot runs if all of them keep it.
+
+    All of them see every token that reaches the layer, also those that another one drops in it. Weights are
+    renormalised if one of those that left slots out asks for it. A signal that several read is computed once.
+    """
+
+    def __init__(self, policies: Sequence[Policy]) -> None:
+        self.policies = tuple(policies)
+        self.gate_flops_per_token = sum((policy.gate_flops_per_token for policy in self.policies), 0.0)
+
+    def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
+        """The union of drops and the intersection of what is kept."""
+        made = [policy.decide(layer, x_Td, signals, pack) for policy in self.policies]
+        drop_T: Tensor | None = None
+        keep: Tensor | None = None
+        for decision in made:
+            drop_T = _merge(drop_T, decision.drop_T, any_of=True)
+            keep = _merge(keep, decision.keep, any_of=False)
+        renormalize = any(decision.renormalize for decision in made if decision.keep is not None)
+        return Decision(drop_T=drop_T, keep=keep, renormalize=renormalize)
+
+
+def _merge(a: Tensor | None, b: Tensor | None, *, any_of: bool) -> Tensor | None:
+    """Logical or / and of [T] or [T,k] masks; None says nothing."""
+    if a is None or b is None:
+        return b if a is None else a
+    if a.ndim != b.ndim:
+        a, b = (mask[:, None] if mask.ndim == 1 else mask for mask in (a, b))
+    return a | b if any_of else a & b
