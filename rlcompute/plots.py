@@ -68,7 +68,7 @@ def accuracy_against_compute(points: Sequence[AccuracyPoint], title: str) -> Pic
     panels = list(dict.fromkeys(point.panel for point in points))
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    figure = _figure(4.2 * columns, 3.5 * rows + 0.7)
+    figure = new_figure(4.2 * columns, 3.5 * rows + 0.7)
     for number, panel in enumerate(panels):
         axes = figure.add_subplot(rows, columns, number + 1)
         _accuracy_panel(axes, [point for point in points if point.panel == panel])
@@ -80,8 +80,8 @@ def accuracy_against_compute(points: Sequence[AccuracyPoint], title: str) -> Pic
     names = list(dict.fromkeys(point.policy for point in points))
     handles, _ = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
-    figure.suptitle(_wrapped(title, figure), fontsize=9)
-    return _render(figure)
+    figure.suptitle(wrapped_title(title, figure), fontsize=9)
+    return render(figure)
 
 
 def _accuracy_panel(axes: Axes, points: Sequence[AccuracyPoint]) -> None:
@@ -128,7 +128,7 @@ def action_fractions(counts_NM3: npt.NDArray[np.integer]) -> Picture:
     """
     present = [m for m in range(counts_NM3.shape[1]) if counts_NM3[:, m].sum() > 0]
     layers = np.arange(counts_NM3.shape[0])
-    figure = _figure(min(7.0, 0.32 * len(layers) + 1.0) * max(1, len(present)), 3.2)
+    figure = new_figure(min(7.0, 0.32 * len(layers) + 1.0) * max(1, len(present)), 3.2)
     for place, modality in enumerate(present):
         axes = figure.add_subplot(1, len(present), place + 1)
         totals_N = np.maximum(counts_NM3[:, modality].sum(1), 1)
@@ -148,7 +148,7 @@ def action_fractions(counts_NM3: npt.NDArray[np.integer]) -> Picture:
     if present:
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    return _render(figure)
+    return render(figure)
 
 
 def dropped_patches(
@@ -167,7 +167,7 @@ def dropped_patches(
     rows = -(-len(frames) // columns)
     height, width = frames[0].shape[:2]
     cell = 3.4
-    figure = _figure(cell * columns, cell * rows * min(1.6, max(0.6, height / width)) + 1.3)
+    figure = new_figure(cell * columns, cell * rows * min(1.6, max(0.6, height / width)) + 1.3)
     for number, (frame, drops_hw) in enumerate(zip(frames, dropped_at, strict=True)):
         axes = figure.add_subplot(rows, columns, number + 1)
         axes.imshow(_shade(frame, drops_hw, num_layers))
@@ -185,8 +185,8 @@ def dropped_patches(
     )
     bar.set_label("layer that dropped the patch (clear: survives)", fontsize=8)
     bar.ax.tick_params(labelsize=8, length=0)
-    figure.suptitle(_wrapped(title, figure), fontsize=9)
-    return _render(figure)
+    figure.suptitle(wrapped_title(title, figure), fontsize=9)
+    return render(figure)
 
 
 def _shade(frame: Picture, drops_hw: npt.NDArray[np.integer], num_layers: int) -> Picture:
@@ -224,17 +224,18 @@ def write_png(path: Path, picture: Picture) -> None:
     os.replace(part, path)
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
     """An empty figure of so many inches."""
     return Figure(figsize=(width, height), dpi=110, layout="constrained")
 
 
-def _wrapped(title: str, figure: Figure) -> str:
+def wrapped_title(title: str, figure: Figure) -> str:
     """A title in lines that fit the figure at nine points, some 13 characters an inch."""
     return textwrap.fill(title, int(13 * figure.get_figwidth()))
 
 
-def _render(figure: Figure) -> Picture:
+def render(figure: Figure) -> Picture:
+    """The drawn figure as a picture."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=figure.dpi)
     return np.asarray(Image.open(buffer).convert("RGB"))

@@ -8,9 +8,17 @@ Shape legend: N layers.
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from rlcompute.data.schema import MODALITIES
 from rlcompute.metrics import FloatArray
+from rlcompute.plots import Picture, new_figure, render, wrapped_title
 from rlcompute.policies.rules import BACKBONES, FREE, RULES, PolicySpec, Rule
 
 TOP_K, TOKENS, SKIPPING, EXPERTS, COMBINED = PANELS = (
@@ -39,6 +47,13 @@ _PANEL_OF_RULE = {
     "gates": COMBINED,
 }
 
+# Okabe and Ito's palette, without the yellow that white paper swallows: also the colour-blind tell them apart.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#222222")
+_MARKERS = "osD^vPX"
+_DASHES = ("-", "--", ":")
+MODALITY_COLOURS = dict(zip(MODALITIES, COLOURS, strict=False))
+_MODALITY_MARKERS = dict(zip(MODALITIES, _MARKERS, strict=False))
+
 
 @dataclass(frozen=True)
 class CurvePoint:
@@ -51,6 +66,8 @@ class CurvePoint:
         recall: recall@1, mean over modalities, points of 100.
         low, high: 95 % interval of ``recall``, paired against full compute.
         experts: experts that the checkpoint keeps in a layer; what the panel :data:`EXPERTS` is drawn against.
+        joined: whether a line joins the points of this name. Members of a group, such as gates of several seeds, are
+            better left apart.
     """
 
     panel: str
@@ -60,6 +77,7 @@ class CurvePoint:
     low: float
     high: float
     experts: int | None = None
+    joined: bool = True
 
 
 @dataclass(frozen=True)
@@ -108,3 +126,153 @@ def _rule_name(rule: Rule, alone: bool) -> str:
             continue
         told.append(str(value) if parameter.choices else f"{key} {value}")
     return " ".join([rule.name, *told])
+
+
+def budget_curves(points: Sequence[CurvePoint], *, full_recall: float, num_experts: int, title: str) -> Picture:
+    """Recall@1 against what is saved, one panel a kind of action (paper, Fig. 7).
+
+    All panels share the accuracy axis. In the last one the points of the other panels stand in grey.
+
+    Args:
+        points: at least one; panels without points are left out.
+        full_recall: recall@1 of full compute, mean over modalities, points of 100.
+        num_experts: experts in a layer of the full checkpoint.
+        title: put above all panels: what was evaluated, on how many queries.
+    """
+    panels = [panel for panel in PANELS if any(point.panel == panel for point in points)]
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = new_figure(4.3 * columns, 4.6 * rows + 0.5)
+    first: Axes | None = None
+    for number, panel in enumerate(panels):
+        axes = figure.add_subplot(rows, columns, number + 1, sharey=first)
+        first = first or axes
+        axes.axhline(full_recall, color="#222222", linewidth=0.9, linestyle=":", label="full compute")
+        if panel == COMBINED:
+            _draw_others(axes, points)
+        _draw_lines(axes, [point for point in points if point.panel == panel])
+        axes.set_title(panel, fontweight="bold")
+        axes.set_xlabel(
+            f"experts kept in a layer, of {num_experts}"
+            if panel == EXPERTS
+            else "executed FLOPs saved\n(% of the language model's at full compute)"
+        )
+        if panel == EXPERTS:
+            axes.invert_xaxis()
+        if number % columns == 0:
+            axes.set_ylabel("recall@1, mean over modalities (points of 100)")
+        axes.grid(alpha=0.25)
+        _legend_below(axes)
+    figure.suptitle(wrapped_title(title, figure), fontsize=9)
+    return render(figure)
+
+
+def _position(point: CurvePoint) -> float:
+    if point.panel != EXPERTS:
+        return point.saved_percent
+    assert point.experts is not None, f"{point.policy}: a point among expert pruning needs its number of experts"
+    return float(point.experts)
+
+
+def _draw_others(axes: Axes, points: Sequence[CurvePoint]) -> None:
+    others = [point for point in points if point.panel not in (COMBINED, EXPERTS)]
+    if others:
+        axes.scatter(
+            [point.saved_percent for point in others],
+            [point.recall for point in others],
+            s=12,
+            color="#c4c4c4",
+            zorder=0,
+            label="rules of the other panels",
+        )
+
+
+def _draw_lines(axes: Axes, points: Sequence[CurvePoint]) -> None:
+    for number, name in enumerate(dict.fromkeys(point.policy for point in points)):
+        own = sorted((point for point in points if point.policy == name), key=_position)
+        colour = COLOURS[number % len(COLOURS)]
+        errors = [
+            [max(0.0, point.recall - point.low) for point in own],
+            [max(0.0, point.high - point.recall) for point in own],
+        ]
+        axes.errorbar(
+            [_position(point) for point in own],
+            [point.recall for point in own],
+            yerr=errors,
+            label=name,
+            color=colour,
+            marker=_MARKERS[number % len(_MARKERS)],
+            markersize=6,
+            linewidth=1.4,
+            linestyle=_DASHES[number // len(COLOURS) % len(_DASHES)] if all(x.joined for x in own) else "none",
+            elinewidth=1.0,
+            capsize=3,
+        )
+
+
+def _legend_below(axes: Axes) -> None:
+    axes.legend(
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.24),
+        ncols=2,
+        fontsize=8,
+        frameon=False,
+        handlelength=2.2,
+        columnspacing=1.2,
+    )
+
+
+def firing_rates(curves: Sequence[RateCurve], title: str) -> Picture:
+    """Shares of tokens dropped and of expert rows left out, layer by layer, one column a policy (paper, Fig. 9).
+
+    Args:
+        curves: at least one; columns and lines in the order of the first curve of each.
+        title: put above all panels.
+    """
+    policies = list(dict.fromkeys(curve.policy for curve in curves))
+    figure = new_figure(3.5 * len(policies) + 0.6, 5.6)
+    for column, policy in enumerate(policies):
+        own = [curve for curve in curves if curve.policy == policy]
+        for row in range(2):
+            axes = figure.add_subplot(2, len(policies), row * len(policies) + column + 1)
+            for curve in own:
+                _draw_rate(axes, curve, (curve.drop_N, curve.skip_N)[row])
+            if row == 0:
+                axes.set_title(textwrap.fill(policy, 30), fontsize=9, fontweight="bold")
+            else:
+                axes.set_xlabel("layer")
+            if column == 0:
+                axes.set_ylabel(
+                    (
+                        "tokens dropped\n(of those that reach the layer)",
+                        "expert rows left out\n(of k for each survivor)",
+                    )[row]
+                )
+    _legend_of_modalities(figure)
+    figure.suptitle(wrapped_title(title, figure), fontsize=9)
+    return render(figure)
+
+
+def _draw_rate(axes: Axes, curve: RateCurve, rate_N: FloatArray) -> None:
+    layers = np.arange(len(rate_N))
+    axes.plot(
+        layers,
+        rate_N,
+        label=curve.modality,
+        color=MODALITY_COLOURS[curve.modality],
+        marker=_MODALITY_MARKERS[curve.modality],
+        markersize=4.5,
+        linewidth=1.3,
+    )
+    axes.set_ylim(-0.04, 1.04)
+    axes.set_xticks(layers[:: max(1, -(-len(layers) // 10))])
+    axes.grid(alpha=0.25)
+
+
+def _legend_of_modalities(figure: Figure) -> None:
+    found = dict(
+        pair[::-1]
+        for axes in figure.axes
+        for pair in zip(*axes.get_legend_handles_labels(), strict=True)
+    )
+    figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=len(found), frameon=False)
