@@ -63,8 +63,7 @@ def saliency_NE(statistics: ExpertStatistics, name: str) -> Tensor:
     Raises:
         ConfigError: there is no such saliency.
     """
-    if name not in SALIENCIES:
-        raise ConfigError(f"saliency {name!r} does not exist: give one of {', '.join(SALIENCIES)}")
+    check_saliency(name)
     # A group without tokens has nothing to add.
     share_GN1 = statistics.tokens_GN.double().clamp_min(1.0).reciprocal()[..., None]
     routed_NE = (statistics.visits_GNE * share_GN1).sum(dim=0)
@@ -91,6 +90,16 @@ def kept_experts(statistics: ExpertStatistics, name: str, experts: int, *, top_k
     check_experts(experts, top_k=top_k, num_experts=statistics.visits_GNE.shape[2])
     order_NE = saliency_NE(statistics, name).sort(dim=1, descending=True, stable=True).indices
     return order_NE[:, :experts].sort(dim=1).values
+
+
+def check_saliency(name: str) -> None:
+    """Refuse a saliency that does not exist.
+
+    Raises:
+        ConfigError: ``name`` is not one of :data:`SALIENCIES`.
+    """
+    if name not in SALIENCIES:
+        raise ConfigError(f"saliency {name!r} does not exist: give one of {', '.join(SALIENCIES)}")
 
 
 def check_experts(experts: int, *, top_k: int, num_experts: int) -> None:
