@@ -10,7 +10,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rlcompute.backbones import load_backbone
 from rlcompute.config import Config
 from rlcompute.policies.expert_pruning import (
     check_experts,
@@ -20,7 +19,7 @@ from rlcompute.policies.expert_pruning import (
     save_pruned,
 )
 from rlcompute.policies.expert_statistics import ExpertStatistics
-from rlcompute.policy_calibration import calibrate_policies
+from rlcompute.policy_calibration import PolicyCalibrator, load_configured
 
 MIB = 2**20
 
@@ -41,18 +40,14 @@ def prune(config: Config, saliency: str, experts: int, out: Path) -> list[tuple[
         CheckpointError: the backbone cannot be used, or a stored calibration of it is damaged.
         ConfigError: no such saliency, a number of experts that does not fit, or ``out`` holds something.
         DataError: the training pairs cannot be used.
+        StageTimeoutError, WorkerError: workers of the calibration were silent for too long, or one failed.
     """
     check_folder(out)
     check_saliency(saliency)
-    backbone = load_backbone(
-        config.backbone.path,
-        dtype=config.backbone.dtype,
-        device=config.backbone.device,
-        max_tokens=config.data.max_tokens,
-        kernels=config.kernels.forced,
-    )
+    backbone = load_configured(config)
     check_experts(experts, top_k=backbone.top_k, num_experts=backbone.num_experts)
-    calibration = calibrate_policies(config, backbone)
+    calibrator = PolicyCalibrator(config, backbone)
+    calibration = calibrator.calibration
     statistics = calibration.statistics
     kept_NE = kept_experts(statistics, saliency, experts, top_k=backbone.top_k)
     record = {"saliency": saliency, "calibration": calibration.sample}
@@ -61,6 +56,7 @@ def prune(config: Config, saliency: str, experts: int, out: Path) -> list[tuple[
         ("checkpoint", f"{out}: {experts} of {backbone.num_experts} routed experts a layer, by {saliency}"),
         ("weights", _change(before.all, after.all)),
         ("routed experts and routers", _change(before.experts, after.experts)),
+        ("calibration", str(calibrator.folder)),
         *sample_rows(statistics, kept_NE),
     ]
 
