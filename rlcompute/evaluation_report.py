@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Group
+from rich.console import Console, Group
 from rich.table import Table
 
 from rlcompute.data.schema import Pair
@@ -23,6 +23,8 @@ from rlcompute.passes import InputFacts, Measured
 from rlcompute.plots import AccuracyPoint
 
 REFERENCE = "full"
+_MOST_WIDTH = 200
+"""Columns of the printed tables; a narrower terminal wraps their lines, which a cut-off figure would not survive."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,14 @@ def tables(content: dict[str, Any]) -> Group:
         accuracy.add_row(*_accuracy_cells(entry))
         compute.add_row(*_compute_cells(entry))
     return Group(_heading(content), accuracy, compute)
+
+
+def print_wide(tables: Group) -> None:
+    """Prints tables as wide as they need, whatever the width of the terminal or log."""
+    console = Console()
+    wanted = console.measure(tables, options=console.options.update(max_width=_MOST_WIDTH))
+    console.width = max(console.width, wanted.maximum)
+    console.print(tables)
 
 
 def _heading(content: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
@@ -77,14 +78,19 @@ class Measured:
         embeddings_Sd: float32.
         trace: counts of all inputs (without rows by expert, which belong to packs).
         executed_S, logical_S: language model FLOPs, float64.
-        hardware_flops: the language model's tile-padded total.
+        hardware_S: the same as ``executed_S`` in whole tiles, each layer's padding shared out by rows.
     """
 
     embeddings_Sd: npt.NDArray[np.float32]
     trace: Trace
     executed_S: FloatArray
     logical_S: FloatArray
-    hardware_flops: float
+    hardware_S: FloatArray
+
+    @property
+    def hardware_flops(self) -> float:
+        """The language model's tile-padded total."""
+        return float(self.hardware_S.sum())
 
 
 class InputBatches:
@@ -117,7 +123,7 @@ class InputBatches:
 
 
 def measure(
-    backbone: Backbone, batches: InputBatches, contenders: Sequence[Contender], label: str
+    backbone: Backbone, batches: InputBatches, contenders: Sequence[Contender], label: str | None
 ) -> tuple[InputFacts, dict[str, Measured]]:
     """Embeds all inputs under every policy; the vision tower runs once per input and is shared.
 
@@ -125,7 +131,7 @@ def measure(
         backbone: the frozen model.
         batches: the inputs.
         contenders: the policies.
-        label: shown with the progress.
+        label: shown with the progress; None shows none.
 
     Returns:
         Facts about the inputs, and by policy name what was measured, both in the inputs' order.
@@ -133,10 +139,11 @@ def measure(
     flops = FlopModel(backbone)
     embeddings: dict[str, list[Tensor]] = {contender.name: [] for contender in contenders}
     traces: dict[str, list[Trace]] = {contender.name: [] for contender in contenders}
-    hardware = dict.fromkeys(embeddings, 0.0)
+    hardware: dict[str, list[Tensor]] = {contender.name: [] for contender in contenders}
     gate_flops = dict.fromkeys(embeddings, 0.0)
     facts = []
-    with ProgressReporter(label, len(batches), unit="input") as progress:
+    reporter = nullcontext() if label is None else ProgressReporter(label, len(batches), unit="input")
+    with reporter as progress:
         for names, inputs in batches:
             facts.append(_facts(inputs))
             hidden_Td, pack = backbone.pack(inputs)
@@ -146,9 +153,10 @@ def measure(
                 name = contender.name
                 gate_flops[name] = policy.gate_flops_per_token
                 embeddings[name].append(encoded.embeddings_Sd.cpu())
-                hardware[name] += flops.hardware(encoded.trace, policy.gate_flops_per_token, TILE)
+                hardware[name].append(flops.executed(encoded.trace, policy.gate_flops_per_token, tile=TILE))
                 traces[name].append(encoded.trace)
-            progress.advance(len(names))
+            if progress is not None:
+                progress.advance(len(names))
     measured = {}
     for name in embeddings:
         trace = _joined(traces[name])
@@ -157,21 +165,59 @@ def measure(
             trace=trace,
             executed_S=flops.executed(trace, gate_flops[name]).numpy(),
             logical_S=flops.logical(trace).numpy(),
-            hardware_flops=hardware[name],
+            hardware_S=torch.cat(hardware[name]).numpy(),
         )
     joined = {f.name: torch.cat([getattr(x, f.name) for x in facts]) for f in fields(InputFacts)}
     return InputFacts(**joined), measured
 
 
+@dataclass(frozen=True)
+class Timed:
+    """What the clock runs: a policy on its backbone, on the model inputs of each pack and their names."""
+
+    backbone: Backbone
+    contender: Contender
+    batches: Sequence[tuple[Sequence[str], Sequence[ModelInput]]]
+
+
+def clock_batches(
+    backbone: Backbone, items: Sequence[Item], batch_size: int
+) -> list[tuple[list[str], list[ModelInput]]]:
+    """Names and model inputs of packs for the clock, made before it runs."""
+    return [
+        ([item.name for item in batch], _model_inputs(backbone, batch))
+        for batch in _batches(items, batch_size)
+    ]
+
+
+def clock_rounds(
+    variants: Sequence[Timed], rounds: int, after_round: Callable[[], None] = lambda: None
+) -> FloatArray:
+    """Seconds of every variant, batch and round, measured side by side: [variants, batches, rounds].
+
+    Timed from pixel patches and token ids to embeddings, the vision tower included. Each round runs all variants on a
+    batch before it goes to the next batch, in an order that rotates, so that whatever else the machine does falls on
+    all of them alike. A first round is not timed.
+    """
+    seconds = np.zeros((len(variants), len(variants[0].batches), rounds))
+    for round_number in range(-1, rounds):
+        for column in range(seconds.shape[1]):
+            for turn in range(len(variants)):
+                row = (turn + round_number + column) % len(variants)
+                names, inputs = variants[row].batches[column]
+                elapsed = _time_one(variants[row].backbone, inputs, variants[row].contender.make(names))
+                if round_number >= 0:
+                    seconds[row, column, round_number] = elapsed
+        after_round()
+    return seconds
+
+
 def clock(
     backbone: Backbone, items: Sequence[Item], contenders: Sequence[Contender], batch_size: int
 ) -> dict[str, float]:
-    """Inputs a second of every policy, measured side by side.
+    """Inputs a second of every policy, measured side by side (:func:`clock_rounds`).
 
-    Timed from pixel patches and token ids to embeddings, the vision tower included for every policy. Each
-    round runs all policies on a batch before it goes to the next batch, in an order that rotates, so that
-    whatever else the machine does falls on all of them alike. A first round is not timed. Of each batch the
-    median over rounds counts.
+    Of each batch the median over rounds counts.
 
     Args:
         backbone: the frozen model.
@@ -182,21 +228,10 @@ def clock(
     Returns:
         Inputs a second by policy name.
     """
-    batches = [
-        (_model_inputs(backbone, batch), [item.name for item in batch])
-        for batch in _batches(items, batch_size)
-    ]
-    seconds = np.zeros((len(contenders), len(batches), CLOCK_ROUNDS))
+    batches = clock_batches(backbone, items, batch_size)
+    variants = [Timed(backbone, contender, batches) for contender in contenders]
     with ProgressReporter("clock", CLOCK_ROUNDS + 1, unit="round") as progress:
-        for round_number in range(-1, CLOCK_ROUNDS):
-            for column, (inputs, names) in enumerate(batches):
-                for turn in range(len(contenders)):
-                    row = (turn + round_number + column) % len(contenders)
-                    policy = contenders[row].make(names)
-                    elapsed = _time_one(backbone, inputs, policy)
-                    if round_number >= 0:
-                        seconds[row, column, round_number] = elapsed
-            progress.advance()
+        seconds = clock_rounds(variants, CLOCK_ROUNDS, progress.advance)
     totals = np.median(seconds, axis=2).sum(axis=1)
     return {
         contender.name: len(items) / float(total) for contender, total in zip(contenders, totals, strict=True)

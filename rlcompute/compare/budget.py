@@ -1,0 +1,100 @@
+"""Sets a policy's free knob so that it saves a given share of compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rlcompute.policies.rules import PolicySpec
+
+TOLERANCE = 0.0025
+"""How far the saving may be from the budget, as a share of the language model's FLOPs."""
+_MOST_STEPS = 16
+_GUARD = 0.05
+"""No step goes nearer to an end of the bracket than this part of it."""
+
+Evaluate = Callable[[PolicySpec], float]
+"""The share of the language model's FLOPs that a policy without a free knob saves."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A policy whose knob was set.
+
+    Attributes:
+        spec: the policy, without a free knob.
+        knob: the value.
+        saved: what it saves, by ``evaluate``.
+    """
+
+    spec: PolicySpec
+    knob: float
+    saved: float
+
+
+@dataclass(frozen=True)
+class OutOfReach:
+    """No value of the knob meets the budget: all of them save between ``least`` and ``most``."""
+
+    least: float
+    most: float
+
+
+class KnobSolver:
+    """Solves one policy for any number of budgets; what was evaluated for one budget narrows the next."""
+
+    def __init__(self, spec: PolicySpec, evaluate: Evaluate) -> None:
+        """Args:
+        spec: the policy, with a free knob.
+        evaluate: what a setting of it saves; not falling towards the end of the knob's range that saves more.
+        """
+        assert spec.free is not None
+        self._spec, self._evaluate = spec, evaluate
+        low, high = spec.free.low, spec.free.high
+        self._weakest, self._strongest = (low, high) if spec.free.saves_more == "high" else (high, low)
+        self._saved: dict[float, float] = {}
+
+    def solve(self, budget: float) -> Solution | OutOfReach:
+        """The setting that saves ``budget``, within :data:`TOLERANCE` where the knob is fine enough.
+
+        A knob that works in jumps is set to the value whose saving is nearest.
+        """
+        least, most = self._at(self._weakest), self._at(self._strongest)
+        if not least - TOLERANCE <= budget <= most + TOLERANCE:
+            return OutOfReach(min(least, most), max(least, most))
+        for step in range(_MOST_STEPS):
+            if abs(self._saved[self._nearest(budget)] - budget) <= TOLERANCE:
+                break
+            # Every third step halves the bracket, so that a knob that works in jumps is found as well.
+            value = self._between(*self._bracket(budget), budget, halve=step % 3 == 2)
+            if value in self._saved:
+                break
+            self._at(value)
+        best = self._nearest(budget)
+        return Solution(self._spec.with_free(best), best, self._saved[best])
+
+    def _nearest(self, budget: float) -> float:
+        return min(self._saved, key=lambda value: abs(self._saved[value] - budget))
+
+    def _at(self, value: float) -> float:
+        if value not in self._saved:
+            self._saved[value] = self._evaluate(self._spec.with_free(value))
+        return self._saved[value]
+
+    def _bracket(self, budget: float) -> tuple[float, float]:
+        """The strongest setting that saves less than the budget, and the next stronger one that was evaluated."""
+        order = sorted(self._saved, reverse=self._strongest < self._weakest)
+        below = max(place for place, value in enumerate(order) if self._saved[value] < budget)
+        return order[below], order[below + 1]
+
+    def _between(self, below: float, above: float, budget: float, *, halve: bool) -> float:
+        """Regula falsi, or the middle."""
+        span = self._saved[above] - self._saved[below]
+        part = 0.5 if halve else (budget - self._saved[below]) / span
+        part = min(1.0 - _GUARD, max(_GUARD, part))
+        return rounded(below + part * (above - below))
+
+
+def rounded(value: float) -> float:
+    """As many digits as a policy's text has, so that the text means exactly what ran."""
+    return float(f"{value:.6g}")

@@ -1,0 +1,148 @@
+"""One measured policy: the figures that the comparison, its pictures and the claims are made of.
+
+FLOPs are the language model's if the name says nothing else. Shares saved are of full compute of the unpruned backbone
+on the same inputs, queries and targets.
+
+Shape legend: P pairs of one modality, G modalities of pairs in the order of ``ranks``, N layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rlcompute.metrics import RankingMetrics, ranking_metrics
+from rlcompute.policies.rules import parse
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+FULL = "full"
+"""The policy that all others are measured against."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A policy at one setting, measured on the held-out pairs.
+
+    Attributes:
+        spec: the policy as configured: with ``*`` where a knob was solved, with the pattern where a path has one.
+        resolved: the policy as it ran.
+        budget: share of the language model's FLOPs that the knob was solved to save; None without a knob.
+        knob: the solved value; None without a knob.
+        top_k: experts that the backbone selects for a token.
+        ranks: of each query's target, from 0, by modality: int64 [P].
+        executed_G, logical_G, hardware_G: FLOPs (:mod:`rlcompute.flops`) of both sides of each modality's pairs.
+        full_executed_G, full_logical_G, full_hardware_G: those of full compute.
+        vision_G: FLOPs of the vision tower, which no policy saves.
+        full_vision_G: those of the unpruned backbone; a checkpoint of its own may have another tower.
+        entered_NG, decided_NG, survived_NG, rows_NG: counts of :class:`rlcompute.trace.Trace` by modality, int64.
+        speedup: inputs per second over those of full compute, both timed in the same rounds; the median round.
+        speedup_low, speedup_high: the slowest and the fastest round. Of six rounds they enclose the true median in
+            97 of 100 cases, whatever the distribution.
+        inputs_per_second: queries or targets, from pixels and token ids to embeddings.
+    """
+
+    spec: str
+    resolved: str
+    budget: float | None
+    knob: float | None
+    top_k: int
+    ranks: Mapping[str, IntArray]
+    executed_G: FloatArray
+    logical_G: FloatArray
+    hardware_G: FloatArray
+    full_executed_G: FloatArray
+    full_logical_G: FloatArray
+    full_hardware_G: FloatArray
+    vision_G: FloatArray
+    full_vision_G: FloatArray
+    entered_NG: IntArray
+    decided_NG: IntArray
+    survived_NG: IntArray
+    rows_NG: IntArray
+    speedup: float
+    speedup_low: float
+    speedup_high: float
+    inputs_per_second: float
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        """Modalities of the pairs, the G of the arrays."""
+        return tuple(self.ranks)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether this is the reference."""
+        return self.resolved == FULL
+
+    @property
+    def learned(self) -> bool:
+        """Whether a part of the policy was trained."""
+        return parse(self.resolved).learned
+
+    @property
+    def lm_saved(self) -> float:
+        """Executed FLOPs saved, as a share of the language model's."""
+        return _saved(self.executed_G, self.full_executed_G)
+
+    @property
+    def executed_saved(self) -> float:
+        """Executed FLOPs saved, as a share of the whole forward, the vision tower included."""
+        return self._with_vision(self.executed_G, self.full_executed_G)
+
+    @property
+    def logical_saved(self) -> float:
+        """Logical FLOPs saved, as a share of the whole forward."""
+        return self._with_vision(self.logical_G, self.full_logical_G)
+
+    @property
+    def hardware_saved(self) -> float:
+        """Tile-padded FLOPs saved, as a share of the whole forward."""
+        return self._with_vision(self.hardware_G, self.full_hardware_G)
+
+    @property
+    def conversion(self) -> float | None:
+        """Share of the wall clock saved for each share of executed FLOPs; None where none are saved."""
+        saved = self.executed_saved
+        return (1.0 - 1.0 / self.speedup) / saved if saved > 0.0 else None
+
+    @property
+    def drop_rate_NG(self) -> FloatArray:
+        """Tokens dropped, as a share of those that reached the layer's decision; NaN where none did."""
+        return 1.0 - _ratio(self.survived_NG, self.decided_NG)
+
+    @property
+    def skip_rate_NG(self) -> FloatArray:
+        """(Token, expert) rows left out, as a share of k for each survivor; NaN where no token survived."""
+        return 1.0 - _ratio(self.rows_NG, self.top_k * self.survived_NG)
+
+    @property
+    def metrics(self) -> dict[str, RankingMetrics]:
+        """Accuracy by modality."""
+        return {modality: ranking_metrics(ranks_P) for modality, ranks_P in self.ranks.items()}
+
+    @property
+    def recall_at_1(self) -> float:
+        """Mean over modalities, points of 100."""
+        return float(np.mean([100.0 * hits_P.mean() for hits_P in self.hits().values()]))
+
+    def hits(self) -> dict[str, FloatArray]:
+        """1 for each query whose target came first, otherwise 0, by modality."""
+        return {modality: (ranks_P < 1).astype(np.float64) for modality, ranks_P in self.ranks.items()}
+
+    def _with_vision(self, spent_G: FloatArray, full_G: FloatArray) -> float:
+        return _saved(spent_G + self.vision_G, full_G + self.full_vision_G)
+
+
+def _saved(spent_G: FloatArray, full_G: FloatArray) -> float:
+    return 1.0 - float(spent_G.sum()) / float(full_G.sum())
+
+
+def _ratio(part_NG: IntArray, whole_NG: IntArray) -> FloatArray:
+    ratio_NG = np.full(part_NG.shape, np.nan)
+    np.divide(part_NG, whole_NG, out=ratio_NG, where=whole_NG > 0)
+    return ratio_NG
