@@ -18,6 +18,7 @@ from rlcompute.errors import ConfigError
 from rlcompute.pack import Pack
 from rlcompute.policies.draws import uniform
 from rlcompute.policies.otsu import otsu_threshold, pad_segments
+from rlcompute.policies.token_rules import RunningScore
 
 SplitScore = Literal["beta", "logit"]
 
@@ -70,28 +71,21 @@ class BetaSkip:
         """
         self._share = _checked_share("beta_skip", "share", share)
         self._has_beta = _beta_layers("beta_skip", backbone)
-        self._start_S = self._sum_T = torch.empty(0)
-        self._layers_seen = 0
+        self._first = self._has_beta.index(True)
+        self._score = RunningScore()
 
     def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
         """Skip each input's lowest share."""
         if layer == 0:
-            # The pack still holds every token: the sums keep their place when others leave.
-            self._start_S = (pack.emb_index_S + 1) - pack.lengths_S.to(x_Td.device, non_blocking=True)
-            self._sum_T = torch.zeros(x_Td.shape[0], dtype=torch.float64, device=x_Td.device)
-            self._layers_seen = 0
-        if layer == len(self._has_beta) - 1:
-            return Decision()  # nothing but <emb> is left
-        row_T = self._start_S[pack.segment_ids_T] + pack.token_index_T
+            self._score.begin(pack)
+        if not self._first <= layer < len(self._has_beta) - 1:
+            return Decision()  # no β yet, or nothing but <emb> is left
         if self._has_beta[layer]:
-            self._sum_T[row_T] += _mean_beta(signals)
-            self._layers_seen += 1
-        if not self._layers_seen:
-            return Decision()
-        # The sum ranks as the mean does: all tokens that are left saw the same layers.
+            self._score.add(_mean_beta(signals), pack)
         body_B, bounds = _without_emb(pack)
         count_S = torch.floor(bounds.diff().double() * self._share + 0.5).long()
-        skip_B = _lowest(self._sum_T[row_T[body_B]], bounds, count_S)
+        # A sum over layers ranks as their mean does: every token that is left went through the same layers.
+        skip_B = _lowest(self._score.total(pack)[body_B], bounds, count_S)
         return Decision(keep=_all_but(body_B, skip_B, x_Td))
 
 
@@ -147,12 +141,9 @@ class OtsuSkip:
 
     def _varies_enough(self, score_B: Tensor, bounds: Tensor) -> Tensor:
         """Whether std / |mean| of each segment exceeds the minimum, bool [S]; false for empty ones."""
-        number_S = bounds.diff().clamp_min(1).to(score_B.device, non_blocking=True)
-        mean_S = pad_segments(score_B, bounds, 0.0).sum(1) / number_S
-        away_B = score_B - torch.repeat_interleave(
-            mean_S, bounds.diff().to(mean_S.device), output_size=len(score_B)
-        )
-        deviation_S = (pad_segments(away_B.square(), bounds, 0.0).sum(1) / number_S).sqrt()
+        score_SL = pad_segments(score_B, bounds, math.nan)
+        mean_S = score_SL.nanmean(dim=1)
+        deviation_S = (score_SL - mean_S[:, None]).square().nanmean(dim=1).sqrt()
         return deviation_S > self._min_variation * mean_S.abs()
 
 

@@ -23,7 +23,7 @@ def pad_segments(score_T: Tensor, bounds: Tensor, fill: float) -> Tensor:
         bounds: int64 [S+1] on the CPU; segment s owns the scores bounds[s]:bounds[s+1] and may be empty.
     """
     lengths_S = bounds.diff()
-    longest = max(int(lengths_S.max()), 1) if len(lengths_S) else 1
+    longest = max([1, *lengths_S.tolist()])
     padded_SL = score_T.new_full((len(lengths_S), longest), fill, dtype=torch.float64)
     segment_T = torch.repeat_interleave(torch.arange(len(lengths_S)), lengths_S)
     place_T = torch.arange(len(segment_T)) - bounds[:-1][segment_T]
