@@ -1,4 +1,4 @@
-"""`rlcompute calibrate`: measures the cost table that ``compute.cost=measured`` charges.
+"""`rlcompute calibrate costs`: measures the cost table that ``compute.cost=measured`` charges.
 
 Each part of a layer is timed alone, on a pack like a rollout worker's (a micro-batch of the training pairs, all their
 rollouts, one CPU thread) and on shares of its tokens, in rounds over all parts and sizes. On a CPU the processor time

@@ -17,6 +17,7 @@ from pathlib import Path
 from rlcompute import __version__, commands
 from rlcompute.errors import RlcomputeError
 from rlcompute.memory import keep_freed_memory
+from rlcompute.policies.rules import SALIENCIES
 
 OVERRIDES_HELP = "configuration overrides, for example grpo.iterations=50 reward.target_flops_saved=0.6"
 
@@ -29,8 +30,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"rlcompute {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
     _add_train(subparsers)
-    _add_calibrate(subparsers)
     _add_evaluate(subparsers)
+    _add_compare(subparsers)
+    _add_claims(subparsers)
+    _add_calibrate(subparsers)
+    _add_prune_experts(subparsers)
     _add_export(subparsers)
     _add_embed(subparsers)
     _add_data(subparsers)
@@ -116,12 +120,19 @@ def _add_train(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def _add_calibrate(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "calibrate", help="measure the cost table that compute.cost=measured charges"
+    calibrate = subparsers.add_parser(
+        "calibrate", help="calibrate policies on training pairs, or measure the costs of this machine"
     )
-    _add_config(parser)
-    parser.add_argument("--out", type=Path, required=True, help=".json file to write, for compute.cost_table")
-    parser.set_defaults(run=commands.calibrate)
+    kinds = calibrate.add_subparsers(dest="kind", required=True, metavar="kind")
+    policies = kinds.add_parser(
+        "policies", help="what MoDES and expert pruning need to know of a checkpoint; once for each sample"
+    )
+    _add_config(policies)
+    policies.set_defaults(run=commands.calibrate_policies)
+    costs = kinds.add_parser("costs", help="measure the cost table that compute.cost=measured charges")
+    _add_config(costs)
+    costs.add_argument("--out", type=Path, required=True, help=".json file to write, for compute.cost_table")
+    costs.set_defaults(run=commands.calibrate_costs)
 
 
 def _add_evaluate(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
@@ -130,6 +141,37 @@ def _add_evaluate(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     parser.add_argument("--gates", type=Path, help="folder of gates (default: the run's latest checkpoint)")
     parser.add_argument("--out", type=Path, help="folder to write (default: evaluation/ in the run folder)")
     parser.set_defaults(run=commands.evaluate)
+
+
+def _add_compare(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "compare", help="trained gates, training-free policies and pruned experts at matched budgets"
+    )
+    _add_config(parser)
+    parser.add_argument("--out", type=Path, help="folder to write (default: comparison/ in the run folder)")
+    parser.set_defaults(run=commands.compare)
+
+
+def _add_claims(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "claims", help="check published claims about adaptive computation on this backbone"
+    )
+    _add_config(parser)
+    parser.add_argument("--out", type=Path, help="folder to write (default: claims/ in the run folder)")
+    parser.set_defaults(run=commands.claims)
+
+
+def _add_prune_experts(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "prune-experts", help="write a smaller checkpoint with the experts that matter"
+    )
+    _add_config(parser)
+    parser.add_argument("--experts", type=positive, required=True, help="experts to keep in each layer")
+    parser.add_argument(
+        "--saliency", choices=SALIENCIES, default="reap", help="what an expert is judged by (default: reap)"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder to write, missing or empty")
+    parser.set_defaults(run=commands.prune_experts)
 
 
 def _add_export(subparsers: Subparsers[argparse.ArgumentParser]) -> None:

@@ -32,7 +32,51 @@ def train(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def calibrate(arguments: argparse.Namespace) -> int:
+def compare(arguments: argparse.Namespace) -> int:
+    """Puts policies side by side at matched budgets."""
+    config = load_config(arguments.config, arguments.overrides)
+    from rlcompute.compare.run import run
+    from rlcompute.runlog import RunFolder
+
+    out = arguments.out or RunFolder(config.run.folder).comparison
+    run(config, out)
+    print(f"compare.json, compare.md and pictures are in {out}")
+    return 0
+
+
+def claims(arguments: argparse.Namespace) -> int:
+    """Checks published claims."""
+    config = load_config(arguments.config, arguments.overrides)
+    from rlcompute.compare.claims import run
+    from rlcompute.runlog import RunFolder
+
+    out = arguments.out or RunFolder(config.run.folder).claims
+    run(config, out)
+    print(f"claims.json and claims.md are in {out}")
+    return 0
+
+
+def prune_experts(arguments: argparse.Namespace) -> int:
+    """Writes a checkpoint with fewer experts."""
+    config = load_config(arguments.config, arguments.overrides)
+    from rlcompute.prune_experts import prune
+
+    print_rows(prune(config, arguments.saliency, arguments.experts, arguments.out))
+    return 0
+
+
+def calibrate_policies(arguments: argparse.Namespace) -> int:
+    """Calibrates training-free policies, or says where that was done."""
+    config = load_config(arguments.config, arguments.overrides)
+    from rlcompute import policy_calibration
+
+    calibration, folder = policy_calibration.calibrate_policies(config)
+    counts = ", ".join(f"{count} {name}" for name, count in calibration.sample["pairs"].items())
+    print(f"{folder} has the calibration of backbone {calibration.backbone_hash[:16]}… on {counts} pairs")
+    return 0
+
+
+def calibrate_costs(arguments: argparse.Namespace) -> int:
     """Measures the cost table of this machine."""
     config = load_config(arguments.config, arguments.overrides)
     if not arguments.out.parent.is_dir():

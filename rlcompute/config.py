@@ -157,7 +157,7 @@ class ComputeConfig(Section):
     )
     cost_table: str | None = Field(
         None,
-        description="File that `rlcompute calibrate` wrote, for `measured`; every node must have it at this path.",
+        description="File that `rlcompute calibrate costs` wrote, for `measured`; every node must have it at this path.",
     )
 
 
@@ -352,7 +352,7 @@ def _cross_field_problems(config: Config) -> list[str]:
     if config.compute.cost == "measured" and config.compute.cost_table is None:
         problems.append(
             "compute.cost=measured charges the seconds of a table, but compute.cost_table is not set: name one, made "
-            "on this hardware with `rlcompute calibrate --config <this configuration> --out cost_table.json`"
+            "on this hardware with `rlcompute calibrate costs --config <this configuration> --out cost_table.json`"
         )
     if evaluation.pairs_per_modality % evaluation.gallery:
         problems.append(

@@ -63,12 +63,12 @@ class CostTable:
             if there != here:
                 raise ConfigError(
                     f"{path} was measured for {name} {there}, but this run has {here}: calibrate again with "
-                    "`rlcompute calibrate`"
+                    "`rlcompute calibrate costs`"
                 )
 
 
 def load_cost_table(path: str | Path) -> CostTable:
-    """Read a table that ``rlcompute calibrate`` wrote.
+    """Read a table that ``rlcompute calibrate costs`` wrote.
 
     Raises:
         ConfigError: no such file, or not such a table.
@@ -80,11 +80,11 @@ def load_cost_table(path: str | Path) -> CostTable:
     except OSError as error:
         raise ConfigError(
             f"compute.cost_table: {path} cannot be read ({error.strerror}): make it with "
-            f"`rlcompute calibrate --config <this configuration> --out {path}`"
+            f"`rlcompute calibrate costs --config <this configuration> --out {path}`"
         ) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
-            f"compute.cost_table: {path} is not a table that `rlcompute calibrate` wrote ({error})"
+            f"compute.cost_table: {path} is not a table that `rlcompute calibrate costs` wrote ({error})"
         ) from error
 
 

@@ -91,6 +91,16 @@ class RunFolder:
         return self.root / "evaluation"
 
     @property
+    def comparison(self) -> Path:
+        """Policies side by side."""
+        return self.root / "comparison"
+
+    @property
+    def claims(self) -> Path:
+        """Checked claims."""
+        return self.root / "claims"
+
+    @property
     def export(self) -> Path:
         """Exported gates."""
         return self.root / "export"

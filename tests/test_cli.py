@@ -120,7 +120,10 @@ def test_every_command_is_documented(repository: Path, capsys: pytest.CaptureFix
         main(["--help"])
     text = capsys.readouterr().out
     readme = (repository / "README.md").read_text()
-    for command in ("train", "evaluate", "export", "embed", "data", "benchmark", "calibrate", "doctor"):
+    for command in (
+        *("train", "evaluate", "compare", "claims", "calibrate", "prune-experts", "export", "embed", "data"),
+        *("benchmark", "doctor"),
+    ):
         assert re.search(rf"\n    {command}\b", text)
         assert f"`{command}" in readme
 

@@ -194,9 +194,13 @@ class Builder:
             check_backbone(saved, str(values["path"]), backbone.hash, backbone.path)
             return GreedyGates(saved.heads.to(device=backbone.device))
         if name == "beta_prune":
-            return BetaPruning(backbone, layer=values["layer"], keep=values["keep"], average=values["average"])
+            return BetaPruning(
+                backbone, layer=values["layer"], keep=values["keep"], average=values["average"]
+            )
         if name == "attention_prune":
-            return AttentionPruning(backbone, layer=values["layer"], keep=values["keep"], source=values["source"])
+            return AttentionPruning(
+                backbone, layer=values["layer"], keep=values["keep"], source=values["source"]
+            )
         if name == "skip_layers":
             return SkipLayers(
                 backbone, first=values["first"], last=values.get("last", backbone.num_layers - 1)

@@ -53,14 +53,15 @@ _OTSU = {
     "min_variation": Parameter(float, default=0.1, low=0.0, high=10.0),
     "cap": Parameter(float, default=0.7, low=0.0, high=1.0, saves_more="high"),
 }
-_SALIENCIES = ("frequency", "probability", "man", "msan", "reap")
+SALIENCIES = ("frequency", "probability", "man", "msan", "reap")
+"""What an expert can be judged by, :func:`rlcompute.policies.expert_pruning.saliency_NE`."""
 
 RULES: dict[str, dict[str, Parameter]] = {
     "full": {},
     "gates": {"path": _PATH},
     "checkpoint": {"path": _PATH},
     "prune_experts": {
-        "saliency": Parameter(str, default="reap", choices=_SALIENCIES),
+        "saliency": Parameter(str, default="reap", choices=SALIENCIES),
         "experts": Parameter(int, low=1),
     },
     "beta_prune": {
