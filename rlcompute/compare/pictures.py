@@ -51,8 +51,10 @@ _PANEL_OF_RULE = {
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#222222")
 _MARKERS = "osD^vPX"
 _DASHES = ("-", "--", ":")
+_SHORT_LABEL = 22
+"""Characters of a label of which two fit side by side under a panel."""
 MODALITY_COLOURS = dict(zip(MODALITIES, COLOURS, strict=False))
-_MODALITY_MARKERS = dict(zip(MODALITIES, _MARKERS, strict=False))
+MODALITY_MARKERS = dict(zip(MODALITIES, _MARKERS, strict=False))
 
 
 @dataclass(frozen=True)
@@ -128,10 +130,12 @@ def _rule_name(rule: Rule, alone: bool) -> str:
     return " ".join([rule.name, *told])
 
 
-def budget_curves(points: Sequence[CurvePoint], *, full_recall: float, num_experts: int, title: str) -> Picture:
+def budget_curves(
+    points: Sequence[CurvePoint], *, full_recall: float, num_experts: int, title: str
+) -> Picture:
     """Recall@1 against what is saved, one panel a kind of action (paper, Fig. 7).
 
-    All panels share the accuracy axis. In the last one the points of the other panels stand in grey.
+    All panels share their axes, but for the experts kept. In the last one the points of the other panels stand in grey.
 
     Args:
         points: at least one; panels without points are left out.
@@ -143,6 +147,7 @@ def budget_curves(points: Sequence[CurvePoint], *, full_recall: float, num_exper
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     figure = new_figure(4.3 * columns, 4.6 * rows + 0.5)
+    most_saved = max(point.saved_percent for point in points)
     first: Axes | None = None
     for number, panel in enumerate(panels):
         axes = figure.add_subplot(rows, columns, number + 1, sharey=first)
@@ -159,8 +164,10 @@ def budget_curves(points: Sequence[CurvePoint], *, full_recall: float, num_exper
         )
         if panel == EXPERTS:
             axes.invert_xaxis()
+        else:
+            axes.set_xlim(0.0, max(1.0, 1.06 * most_saved))
         if number % columns == 0:
-            axes.set_ylabel("recall@1, mean over modalities (points of 100)")
+            axes.set_ylabel("recall@1 (points of 100),\nmean over modalities")
         axes.grid(alpha=0.25)
         _legend_below(axes)
     figure.suptitle(wrapped_title(title, figure), fontsize=9)
@@ -170,7 +177,7 @@ def budget_curves(points: Sequence[CurvePoint], *, full_recall: float, num_exper
 def _position(point: CurvePoint) -> float:
     if point.panel != EXPERTS:
         return point.saved_percent
-    assert point.experts is not None, f"{point.policy}: a point among expert pruning needs its number of experts"
+    assert point.experts is not None, f"{point.policy}: expert pruning needs the number of experts"
     return float(point.experts)
 
 
@@ -191,6 +198,7 @@ def _draw_lines(axes: Axes, points: Sequence[CurvePoint]) -> None:
     for number, name in enumerate(dict.fromkeys(point.policy for point in points)):
         own = sorted((point for point in points if point.policy == name), key=_position)
         colour = COLOURS[number % len(COLOURS)]
+        dashes = _DASHES[number // len(COLOURS) % len(_DASHES)]
         errors = [
             [max(0.0, point.recall - point.low) for point in own],
             [max(0.0, point.high - point.recall) for point in own],
@@ -204,17 +212,18 @@ def _draw_lines(axes: Axes, points: Sequence[CurvePoint]) -> None:
             marker=_MARKERS[number % len(_MARKERS)],
             markersize=6,
             linewidth=1.4,
-            linestyle=_DASHES[number // len(COLOURS) % len(_DASHES)] if all(x.joined for x in own) else "none",
+            linestyle=dashes if all(point.joined for point in own) else "none",
             elinewidth=1.0,
             capsize=3,
         )
 
 
 def _legend_below(axes: Axes) -> None:
+    _, labels = axes.get_legend_handles_labels()
     axes.legend(
         loc="upper center",
         bbox_to_anchor=(0.5, -0.24),
-        ncols=2,
+        ncols=2 if max(map(len, labels)) <= _SHORT_LABEL else 1,
         fontsize=8,
         frameon=False,
         handlelength=2.2,
@@ -238,9 +247,9 @@ def firing_rates(curves: Sequence[RateCurve], title: str) -> Picture:
             for curve in own:
                 _draw_rate(axes, curve, (curve.drop_N, curve.skip_N)[row])
             if row == 0:
-                axes.set_title(textwrap.fill(policy, 30), fontsize=9, fontweight="bold")
+                axes.set_title(textwrap.fill(policy, 36), fontsize=8, fontweight="bold")
             else:
-                axes.set_xlabel("layer")
+                axes.set_xlabel("layer (in the last, only <emb> is left)")
             if column == 0:
                 axes.set_ylabel(
                     (
@@ -260,7 +269,7 @@ def _draw_rate(axes: Axes, curve: RateCurve, rate_N: FloatArray) -> None:
         rate_N,
         label=curve.modality,
         color=MODALITY_COLOURS[curve.modality],
-        marker=_MODALITY_MARKERS[curve.modality],
+        marker=MODALITY_MARKERS[curve.modality],
         markersize=4.5,
         linewidth=1.3,
     )
@@ -270,9 +279,11 @@ def _draw_rate(axes: Axes, curve: RateCurve, rate_N: FloatArray) -> None:
 
 
 def _legend_of_modalities(figure: Figure) -> None:
-    found = dict(
-        pair[::-1]
+    handles = {
+        label: handle
         for axes in figure.axes
-        for pair in zip(*axes.get_legend_handles_labels(), strict=True)
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False
     )
-    figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=len(found), frameon=False)

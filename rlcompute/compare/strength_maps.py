@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -77,7 +78,7 @@ def _stacked(maps: Sequence[Tensor], pack: Pack) -> FloatArray:
 
 def _without_emb(pack: Pack) -> Iterator[slice]:
     bounds = pack.cu_seqlens.tolist()
-    return (slice(start, stop - 1) for start, stop in zip(bounds[:-1], bounds[1:], strict=True))
+    return (slice(start, stop - 1) for start, stop in pairwise(bounds))
 
 
 @dataclass

@@ -7,6 +7,7 @@ a frame.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -50,11 +51,11 @@ class Measure(NamedTuple):
 
     Attributes:
         name: ``mean`` over tokens; ``variation``, their standard deviation divided by the mean; ``spearman`` and
-            ``pearson``, correlation over tokens of β with ``signal``; ``layer_cosine`` and ``layer_correlation``, between
-            a signal's maps in two layers; ``frame_cosine`` and ``frame_correlation``, between its maps on two frames of
-            a video in one layer, mean over the pairs of frames. A cosine of positive maps is near 1 if they are flat,
-            whatever they show: with variation v in both and nothing in common it is 1 / (1 + v²). The correlation,
-            which is the cosine without the maps' means, is not.
+            ``pearson``, correlation over tokens of β with ``signal``; ``layer_cosine`` and ``layer_correlation``,
+            between a signal's maps in two layers; ``frame_cosine`` and ``frame_correlation``, between its maps on two
+            frames of a video in one layer, mean over the pairs of frames. A cosine of positive maps is near 1 if they
+            are flat, whatever they show: with variation v in both and nothing in common it is 1 / (1 + v²). The
+            correlation, which is the cosine without the maps' means, is not.
         signal: the map; ``a - b`` is the difference of the measures of the two.
         tokens: over which tokens of the input; never over its ``<emb>``.
         layers: one or two; none for the mean over all layers or pairs of layers.
@@ -134,8 +135,8 @@ def _agreements(
 
 
 def _across_layers(map_Kn: FloatArray, signal: Signal, layers: Sequence[int]) -> dict[Measure, float]:
-    rows, columns = np.triu_indices(len(layers), k=1)
-    pairs = [(layers[a], layers[b]) for a, b in zip(rows, columns, strict=True)]
+    pairs = list(combinations(layers, 2))
+    rows, columns = np.triu_indices(len(layers), k=1)  # the same pairs, as places
     cosine_KK, correlation_KK = _products(_unit(map_Kn)), _products(_standardised(map_Kn))
     return _by_place("layer_cosine", signal, "visual", pairs, cosine_KK[rows, columns]) | _by_place(
         "layer_correlation", signal, "visual", pairs, correlation_KK[rows, columns]

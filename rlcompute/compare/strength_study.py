@@ -105,18 +105,20 @@ class StrengthStudy:
         """
         try:
             content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            if content.pop("format") != FORMAT:
-                raise DataError(f"{path}: a study of another format than {FORMAT}: delete it and run again")
-            figures = tuple(Figure(**{**x, "layers": tuple(x["layers"])}) for x in content.pop("figures"))
-            layers = {key: tuple(content.pop(key)) for key in ("strength_layers", "attention_layers")}
-            return cls(**layers, **content, figures=figures)
+            if content["format"] != FORMAT:
+                raise ValueError(f"format {content['format']}, not {FORMAT}")
+            return cls(
+                backbone_hash=content["backbone_hash"],
+                strength_layers=tuple(content["strength_layers"]),
+                attention_layers=tuple(content["attention_layers"]),
+                inputs=content["inputs"],
+                figures=tuple(Figure(**{**x, "layers": tuple(x["layers"])}) for x in content["figures"]),
+            )
         except FileNotFoundError:
             raise DataError(f"{path}: no such file: run the study first") from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, DataError):
-                raise
+        except (ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"{path}: not a study of write strength ({error!r}): delete it and run again"
+                f"{path}: no study of write strength ({error!r}): delete it, run again"
             ) from error
 
 
@@ -133,7 +135,7 @@ def study(
 
     Raises:
         ConfigError: the backbone has no Gated DeltaNet.
-        DataError: no inputs, as many groups as there are not inputs, or an unknown one.
+        DataError: no inputs, another number of groups than of inputs, or an unknown group.
     """
     layers = Layers(*mixer_layers(backbone))
     if not layers.strength:
@@ -142,8 +144,8 @@ def study(
         )
     if len(inputs) != len(groups) or not inputs or not set(groups) <= set(MODALITIES):
         raise DataError(
-            f"{len(inputs)} inputs and {len(groups)} groups of the kinds {sorted(set(groups))}: the study needs inputs, "
-            f"and for each one of {', '.join(MODALITIES)}"
+            f"{len(inputs)} inputs and {len(groups)} groups, named {sorted(set(groups))}: the study needs inputs, and "
+            f"for each of them one of {', '.join(MODALITIES)}"
         )
     found: dict[str, list[dict[Measure, float]]] = {}
     with ProgressReporter("write strength", len(inputs), unit="input") as progress:
