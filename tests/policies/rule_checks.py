@@ -60,17 +60,21 @@ def tokens_of(signals: Signals, pack: Pack, *, received: bool = False) -> list[T
     maps: Sequence[float | None] = [None] * len(betas)
     if received:
         maps = optional(lambda: signals.received_attention_T(from_emb=False))
-    last_rows = (pack.cu_seqlens[1:] - 1).tolist()
+    segments, indices, modalities = (
+        x.tolist() for x in (pack.segment_ids_T, pack.token_index_T, pack.modality_T)
+    )
+    weights, logits = signals.weights_Tk.tolist(), signals.router_logits_TE.tolist()
+    last_rows = set((pack.cu_seqlens[1:] - 1).tolist())
     return [
         Token(
-            segment=int(pack.segment_ids_T[row]),
-            index=int(pack.token_index_T[row]),
+            segment=segments[row],
+            index=indices[row],
             is_emb=row in last_rows,
-            is_visual=int(pack.modality_T[row]) != TEXT,
+            is_visual=modalities[row] != TEXT,
             beta=betas[row],
             received=maps[row],
-            weights=signals.weights_Tk[row].tolist(),
-            highest_logit=max(signals.router_logits_TE[row].tolist()),
+            weights=weights[row],
+            highest_logit=max(logits[row]),
         )
         for row in range(len(betas))
     ]
@@ -150,13 +154,10 @@ def slow_random_topk(keys: list[int], k: int) -> SlowRule:
     """The draws are the contract here; which slots they pick is computed anew."""
 
     def rule(layer: int, tokens: list[Token]) -> list[list[bool]]:
-        kept = []
-        for token in tokens:
-            slots = len(token.weights)
-            key, index = torch.tensor([keys[token.segment]]), torch.tensor([token.index])
-            draws = [float(uniform(key, -2 - layer * slots - slot, index)) for slot in range(slots)]
-            kept.append([draw in sorted(draws)[:k] for draw in draws])
-        return kept
+        slots, index_T = len(tokens[0].weights), torch.tensor([token.index for token in tokens])
+        keys_T = torch.tensor([keys[token.segment] for token in tokens])
+        draws = [uniform(keys_T, -2 - layer * slots - slot, index_T).tolist() for slot in range(slots)]
+        return [[draw in sorted(mine)[:k] for draw in mine] for mine in zip(*draws, strict=True)]
 
     return rule
 

@@ -27,13 +27,14 @@ from rlcompute.policies.expert_rules import (
     SkipLayers,
     UniformTopK,
 )
-from rlcompute.trace import Trace
 from tests.inputs import every_modality
 from tests.policies.rule_checks import (
     Recorder,
     SlowRule,
     check_trace,
+    fake_pack,
     fake_pass,
+    fake_signals,
     slots_of,
     slow_beta_skip,
     slow_otsu,
@@ -147,28 +148,23 @@ def test_any_setting_equals_slow_loops_and_meets_its_budget(
                 assert not any(skipped[i] for i in mine if tokens[i].is_emb)
 
 
-def run(backbone: Backbone, inputs: list[EmbeddedInput], rule: Rule, keys: list[int]) -> tuple[Trace, float]:
-    """A checked pass: its trace, and its counted FLOPs."""
-    recorder, traces = Recorder(rule.make(backbone, keys)), []
-    packed = backbone.pack(inputs)
-    count = count_flops(lambda: traces.append(encode(backbone, *packed, recorder).trace), backbone)
-    check_trace(traces[0], recorder, [rule.slow(keys)], reads_router=rule.reads_router)
-    return traces[0], count.total
-
-
 @pytest.mark.parametrize("name", RULES)
 def test_packed_passes_execute_what_slow_loops_count(
     backbone: Backbone, embedded: list[EmbeddedInput], name: str
 ) -> None:
-    keys = list(range(40, 40 + len(embedded)))
-    trace, counted = run(backbone, embedded, RULES[name], keys)
-    assert counted == pytest.approx(float(FlopModel(backbone).executed(trace).sum()), rel=1e-6)
-    full = encode(backbone, *backbone.pack(embedded), Full()).trace
+    keys, rule = list(range(40, 40 + len(embedded))), RULES[name]
+    recorder, packed, traces = Recorder(rule.make(backbone, keys)), backbone.pack(embedded), []
+    count = count_flops(lambda: traces.append(encode(backbone, *packed, recorder).trace), backbone)
+    trace, flops = traces[0], FlopModel(backbone)
+    check_trace(trace, recorder, [rule.slow(keys)], reads_router=rule.reads_router)
+    assert count.total == pytest.approx(float(flops.executed(trace).sum()), rel=1e-6)
+    full = flops.full_trace(packed[1].lengths_S)
     assert torch.equal(trace.survived_NS, full.survived_NS)
     assert trace.rows_NS.sum() < full.rows_NS.sum()
     # What a segment runs does not depend on the others.
-    alone = [run(backbone, [x], RULES[name], keys[s : s + 1])[0].rows_NS for s, x in enumerate(embedded[:2])]
-    assert torch.equal(torch.cat(alone, dim=1), trace.rows_NS[:, :2])
+    for segment, x in enumerate(embedded[:3]):
+        alone = encode(backbone, *backbone.pack([x]), rule.make(backbone, keys[segment : segment + 1])).trace
+        assert torch.equal(alone.rows_NS[:, 0], trace.rows_NS[:, segment])
 
 
 def test_weights_are_renormalised_by_the_top_k_rules_alone(
@@ -197,18 +193,16 @@ def test_all_of_the_selected_is_full_compute(
 
 
 def test_random_slots_are_equally_likely(backbone: Backbone) -> None:
-    seen = fake_pass(
-        RandomTopK(torch.tensor([7]), k=1, top_k=backbone.top_k),
-        slow_random_topk([7], 1),
-        backbone,
-        [1500],
-        seed=0,
-        drop=0.0,
+    generator, tokens, top_k = torch.Generator().manual_seed(0), 1500, backbone.top_k
+    pack, rule = fake_pack([tokens], generator), RandomTopK(torch.tensor([7]), k=1, top_k=top_k)
+    signals = fake_signals(
+        tokens, top_k, has_beta=False, tied=False, generator=generator, dtype=torch.float32
     )
-    first, second = (torch.tensor(slots_of(*seen[layer])).float() for layer in (0, 1))
-    assert torch.allclose(first.mean(0), torch.full((backbone.top_k,), 1 / backbone.top_k), atol=0.05)
+    kept = [rule.decide(layer, torch.empty(tokens, 0), signals, pack).keep for layer in (0, 1)]
+    first, second = (x.float() for x in kept if x is not None)
+    assert torch.allclose(first.mean(0), torch.full((top_k,), 1 / top_k), atol=0.05)
     agree = float((first * second).sum(1).mean())
-    assert agree == pytest.approx(1 / backbone.top_k, abs=0.05)
+    assert agree == pytest.approx(1 / top_k, abs=0.05)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def smallest_within(scores: list[float]) -> float:
     return float(exact[min(cuts, key=lambda cut: squares(exact[:cut]) + squares(exact[cut:])) - 1])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(parts=segments)
 def test_splits_of_a_pack_equal_the_best_of_all_splits(parts: list[list[float]]) -> None:
     bounds = offsets([len(part) for part in parts])
