@@ -19,15 +19,13 @@ Evaluate = Callable[[PolicySpec], float]
 
 @dataclass(frozen=True)
 class Solution:
-    """A policy whose knob was set.
+    """A setting of the knob.
 
     Attributes:
-        spec: the policy, without a free knob.
         knob: the value.
-        saved: what it saves, by ``evaluate``.
+        saved: what the policy then saves, by ``evaluate``.
     """
 
-    spec: PolicySpec
     knob: float
     saved: float
 
@@ -71,7 +69,7 @@ class KnobSolver:
                 break
             self._at(value)
         best = self._nearest(budget)
-        return Solution(self._spec.with_free(best), best, self._saved[best])
+        return Solution(best, self._saved[best])
 
     def _nearest(self, budget: float) -> float:
         return min(self._saved, key=lambda value: abs(self._saved[value] - budget))

@@ -9,11 +9,13 @@ Shape legend: P pairs of one modality, G modalities of pairs in the order of ``r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from rlcompute.compare.cache import Entry
 from rlcompute.metrics import RankingMetrics, ranking_metrics
 from rlcompute.policies.rules import parse
 
@@ -22,6 +24,8 @@ IntArray = npt.NDArray[np.int64]
 
 FULL = "full"
 """The policy that all others are measured against."""
+LEAST_CONVERTED = 0.01
+"""Share of FLOPs saved below which their ratio to time is noise of the clock."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class Point:
         budget: share of the language model's FLOPs that the knob was solved to save; None without a knob.
         knob: the solved value; None without a knob.
         top_k: experts that the backbone selects for a token.
+        num_experts: routed experts of a layer.
         ranks: of each query's target, from 0, by modality: int64 [P].
         executed_G, logical_G, hardware_G: FLOPs (:mod:`rlcompute.flops`) of both sides of each modality's pairs.
         full_executed_G, full_logical_G, full_hardware_G: those of full compute.
@@ -51,6 +56,7 @@ class Point:
     budget: float | None
     knob: float | None
     top_k: int
+    num_experts: int
     ranks: Mapping[str, IntArray]
     executed_G: FloatArray
     logical_G: FloatArray
@@ -106,9 +112,9 @@ class Point:
 
     @property
     def conversion(self) -> float | None:
-        """Share of the wall clock saved for each share of executed FLOPs; None where none are saved."""
+        """Share of the wall clock saved for each share of executed FLOPs; None below :data:`LEAST_CONVERTED`."""
         saved = self.executed_saved
-        return (1.0 - 1.0 / self.speedup) / saved if saved > 0.0 else None
+        return (1.0 - 1.0 / self.speedup) / saved if saved >= LEAST_CONVERTED else None
 
     @property
     def drop_rate_NG(self) -> FloatArray:
@@ -134,8 +140,55 @@ class Point:
         """1 for each query whose target came first, otherwise 0, by modality."""
         return {modality: (ranks_P < 1).astype(np.float64) for modality, ranks_P in self.ranks.items()}
 
+    @property
+    def words(self) -> str:
+        """The main figures, for a line of progress."""
+        saved, recall = 100.0 * self.lm_saved, self.recall_at_1
+        return f"{saved:.1f} % of LM FLOPs saved, recall@1 {recall:.1f}, {self.speedup:.2f}x as fast"
+
     def _with_vision(self, spent_G: FloatArray, full_G: FloatArray) -> float:
         return _saved(spent_G + self.vision_G, full_G + self.full_vision_G)
+
+
+@dataclass(frozen=True)
+class Missed:
+    """A policy that no setting of its knob brings to a budget.
+
+    Attributes:
+        spec: as configured.
+        budget: share of the language model's FLOPs.
+        least, most: what its settings save.
+    """
+
+    spec: str
+    budget: float
+    least: float
+    most: float
+
+    @property
+    def words(self) -> str:
+        """What was found, for a line of progress."""
+        return f"out of reach, saves {100.0 * self.least:.1f} to {100.0 * self.most:.1f} %"
+
+
+_RANKS = "ranks_"
+"""Before the modality in the name of a stored array of ranks."""
+
+
+def to_entry(point: Point) -> Entry:
+    """A point as the cache stores it."""
+    content = {field.name: getattr(point, field.name) for field in fields(Point) if field.name != "ranks"}
+    arrays = {name: value for name, value in content.items() if isinstance(value, np.ndarray)}
+    arrays |= {_RANKS + modality: ranks_P for modality, ranks_P in point.ranks.items()}
+    values = {name: value for name, value in content.items() if name not in arrays}
+    return Entry(values | {"modalities": list(point.ranks)}, arrays)
+
+
+def from_entry(entry: Entry) -> Point:
+    """The point of :func:`to_entry`."""
+    content: dict[str, Any] = entry.values | entry.arrays
+    ranks = {modality: content.pop(_RANKS + modality) for modality in content.pop("modalities")}
+    return Point(**content, ranks=ranks)
 
 
 def _saved(spent_G: FloatArray, full_G: FloatArray) -> float:
