@@ -70,17 +70,20 @@ class Decision:
             None drops nothing. ``<emb>`` tokens stay whatever it says.
         keep: bool, which routed experts run: [T] for all or none of a token's experts, [T,k] slot by slot.
             None runs all. Whatever it says of a dropped token is ignored.
-        renormalize: divide the kept slots' weights by their sum (what lowering ``num_experts_per_tok`` does).
+        renormalize: divide the weights of what runs by their sum (what lowering ``num_experts_per_tok`` does).
+        top_k: at most this many of a token's experts run, those of the highest weight (``keep`` may then be
+            [T,top_k]); None sets no limit.
     """
 
     drop_T: Tensor | None = None
     keep: Tensor | None = None
     renormalize: bool = False
+    top_k: int | None = None
 
     def take(self, index_U: Tensor) -> Decision:
         """What is left to execute for the tokens at ``index_U`` (int64), once dropped tokens are gone."""
         keep = None if self.keep is None else self.keep[index_U]
-        return Decision(keep=keep, renormalize=self.renormalize)
+        return Decision(keep=keep, top_k=self.top_k, renormalize=self.renormalize)
 
 
 class Policy(Protocol):

@@ -113,17 +113,20 @@ def _routed_experts(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs of the kept experts [R,d], kept experts per token [R], and rows per expert [E]."""
     ids_Rk, weights_Rk, keep = signals.expert_ids_Tk, signals.weights_Tk, decision.keep
+    if decision.top_k is not None:
+        ids_Rk, weights_Rk = ids_Rk[:, : decision.top_k], weights_Rk[:, : decision.top_k]
+        keep = keep if keep is None or keep.ndim == 1 else keep[:, : decision.top_k]
     if keep is not None and keep.ndim == 1:
         # On a CPU only tokens that keep all their experts are here.
         keep = None if keep.device.type == "cpu" else keep[:, None].expand_as(ids_Rk)
-    if keep is not None and decision.renormalize:
-        weights_Rk = weights_Rk * keep
+    if decision.renormalize:
+        weights_Rk = weights_Rk if keep is None else weights_Rk * keep
         smallest = torch.finfo(weights_Rk.dtype).tiny
         weights_Rk = weights_Rk / weights_Rk.sum(dim=-1, keepdim=True).clamp_min(smallest)
     kernels, experts = backbone.kernels, layer.experts
     plan = kernels.routing_plan(ids_Rk, keep, backbone.num_experts)
     out_Rd = kernels.experts(x_Rd, plan, weights_Rk, experts.gate_up_E2Fd, experts.down_EdF)
-    kept_R = ids_Rk.new_full(ids_Rk.shape[:1], backbone.top_k) if keep is None else keep.sum(dim=1)
+    kept_R = ids_Rk.new_full(ids_Rk.shape[:1], ids_Rk.shape[1]) if keep is None else keep.sum(dim=1)
     return out_Rd, kept_R, plan.counts
 
 

@@ -138,7 +138,10 @@ def _measure_all(
     controls = []
     if saved is not None and "random" in settings.policies:
         controls.append(
-            random_like(backbone, facts, measured["grpo"], saved.heads.droppable, config.run.seed)
+            random_like(
+                *(backbone, facts, measured["grpo"], saved.heads.droppable, config.run.seed),
+                route_top_k=saved.heads.route_top_k,
+            )
         )
     if "uniform_topk" in settings.policies:
         controls.append(uniform_like(backbone, facts, measured.get("grpo")))

@@ -13,8 +13,8 @@ from rlcompute.pack import Pack
 class Combined:
     """What any of the policies drops is dropped; of the rest, a slot runs if all of them keep it.
 
-    All of them see every token that reaches the layer, also those that another one drops in it. Weights are
-    renormalised if one of those that left slots out asks for it. A signal that several read is computed once.
+    All of them see every token that reaches the layer, also those that another one drops in it. The lowest limit on
+    experts holds, and weights are renormalised if one of them asks for it. A signal that several read is computed once.
     """
 
     def __init__(self, policies: Sequence[Policy]) -> None:
@@ -24,13 +24,21 @@ class Combined:
     def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
         """The union of drops and the intersection of what is kept."""
         made = [policy.decide(layer, x_Td, signals, pack) for policy in self.policies]
+        limits = [decision.top_k for decision in made if decision.top_k is not None]
+        top_k = min(limits, default=None)
         drop_T: Tensor | None = None
         keep: Tensor | None = None
         for decision in made:
             drop_T = _merge(drop_T, decision.drop_T, any_of=True)
-            keep = _merge(keep, decision.keep, any_of=False)
-        renormalize = any(decision.renormalize for decision in made if decision.keep is not None)
-        return Decision(drop_T=drop_T, keep=keep, renormalize=renormalize)
+            # A token whose kept slots all lie beyond the limit runs nothing, and need not be routed.
+            keep = _merge(keep, _within(decision.keep, top_k), any_of=False)
+        renormalize = any(decision.renormalize for decision in made)
+        return Decision(drop_T=drop_T, keep=keep, top_k=top_k, renormalize=renormalize)
+
+
+def _within(keep: Tensor | None, top_k: int | None) -> Tensor | None:
+    """The slots up to a limit of a [T,k] mask; [T] says the same of all."""
+    return keep if keep is None or keep.ndim == 1 else keep[:, :top_k]
 
 
 def _merge(a: Tensor | None, b: Tensor | None, *, any_of: bool) -> Tensor | None:

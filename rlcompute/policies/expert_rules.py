@@ -160,12 +160,11 @@ class UniformTopK:
         Raises:
             ConfigError: ``k`` out of range.
         """
-        self._slots_k = torch.arange(top_k) < _checked_k("uniform_topk", k, top_k)
+        self._k = _checked_k("uniform_topk", k, top_k)
 
     def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
-        """Keep the first k slots (they are sorted by weight), renormalised."""
-        keep_Tk = self._slots_k.to(x_Td.device).expand(x_Td.shape[0], -1)
-        return Decision(keep=keep_Tk, renormalize=True)
+        """The first k slots (they are sorted by weight), renormalised."""
+        return Decision(top_k=self._k, renormalize=True)
 
 
 class RandomTopK:

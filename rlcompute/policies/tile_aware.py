@@ -36,8 +36,9 @@ class TileAware:
         decision = self.policy.decide(layer, x_Td, signals, pack)
         if decision.keep is None:
             return decision
-        ids_Tk, keep, experts = signals.expert_ids_Tk, decision.keep, self._num_experts
-        keep_Tk = keep[:, None].expand_as(ids_Tk) if keep.ndim == 1 else keep
+        keep, experts = decision.keep, self._num_experts
+        ids_Tk, weights_Tk = (x[:, : decision.top_k] for x in (signals.expert_ids_Tk, signals.weights_Tk))
+        keep_Tk = keep[:, None].expand_as(ids_Tk) if keep.ndim == 1 else keep[:, : decision.top_k]
         if decision.drop_T is not None:
             # Rows of dropped tokens are neither there to be skipped nor to be run instead: they go to an expert of
             # their own, of which nothing is kept.
@@ -45,5 +46,5 @@ class TileAware:
             leaves_T[pack.emb_index_S] = False
             ids_Tk, keep_Tk = ids_Tk.masked_fill(leaves_T[:, None], experts), keep_Tk & ~leaves_T[:, None]
             experts += 1
-        rounded_Tk = tile_aware_keep(ids_Tk, signals.weights_Tk, keep_Tk, self._rows_per_tile, experts)
+        rounded_Tk = tile_aware_keep(ids_Tk, weights_Tk, keep_Tk, self._rows_per_tile, experts)
         return replace(decision, keep=rounded_Tk)
