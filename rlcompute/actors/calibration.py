@@ -1,0 +1,116 @@
+"""Calibration batches on Ray Data: one actor, backbone and CPU thread for each of ``calibration.workers``.
+
+A row of the data set is one batch of pairs, so that what is packed together does not depend on the workers; results
+come back in the order of the batches.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import ray.data
+import torch
+from ray.data import ActorPoolStrategy, DataContext
+from ray.exceptions import RayError
+
+from rlcompute.actors.cluster import ray_session
+from rlcompute.config import Config
+from rlcompute.data import Pair
+from rlcompute.errors import StageTimeoutError, WorkerError
+from rlcompute.policy_calibration import BatchResult, load_configured, measure_batch
+from rlcompute.progress import ProgressReporter
+
+STAGE = "calibration"
+_Row = dict[str, Any]
+
+
+def measure_batches(config: Config, batches: Sequence[Sequence[Pair]]) -> list[BatchResult]:
+    """Measure every batch on the workers.
+
+    Args:
+        config: of the command; ``ray`` says which cluster, and how long no batch may be finished.
+        batches: pairs that are executed together.
+
+    Returns:
+        The batches' results, in their order.
+
+    Raises:
+        ConfigError: the cluster cannot be joined, or is too small.
+        StageTimeoutError: no batch was finished for ``ray.stage_timeout_s``.
+        WorkerError: a worker raised.
+    """
+    with ray_session(_with_workers(config)):
+        context = DataContext.get_current()
+        context.enable_progress_bars = False
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        rows = [{"number": number, "pairs": list(pairs)} for number, pairs in enumerate(batches)]
+        dataset = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
+            _Worker,
+            batch_size=1,
+            batch_format="numpy",
+            compute=ActorPoolStrategy(size=config.calibration.workers),
+            num_cpus=1,
+            num_gpus=1 if config.backbone.device == "cuda" else 0,
+            fn_constructor_args=(config,),
+        )
+        return _collect(dataset, [len(pairs) for pairs in batches], config.ray.stage_timeout_s)
+
+
+class _Worker:
+    """Measures batches with a backbone of its own."""
+
+    def __init__(self, config: Config) -> None:
+        torch.set_num_threads(1)
+        self._backbone = load_configured(config)
+
+    def __call__(self, rows: _Row) -> _Row:
+        results = np.empty(len(rows["pairs"]), dtype=object)
+        for place, pairs in enumerate(rows["pairs"]):
+            results[place] = measure_batch(self._backbone, list(pairs))
+        return {"number": rows["number"], "result": results}
+
+
+def _with_workers(config: Config) -> Config:
+    """The configuration whose ``ray.num_workers`` are those of calibration, for the cluster's size."""
+    return config.model_copy(
+        update={"ray": config.ray.model_copy(update={"num_workers": config.calibration.workers})}
+    )
+
+
+def _collect(dataset: ray.data.Dataset, sizes: Sequence[int], timeout_s: float) -> list[BatchResult]:
+    """Results in the order of the batches, as long as one comes at least every ``timeout_s`` seconds.
+
+    Ray Data has no deadline, so its rows are read in a thread.
+    """
+    arrived: queue.Queue[_Row | Exception] = queue.Queue()
+
+    def read() -> None:
+        try:
+            for row in dataset.iter_rows():
+                arrived.put(row)
+        except Exception as error:  # handed over, and raised below
+            arrived.put(error)
+
+    threading.Thread(target=read, name=STAGE, daemon=True).start()
+    results: dict[int, BatchResult] = {}
+    with ProgressReporter("calibrating", sum(sizes), unit="pair") as progress:
+        while len(results) < len(sizes):
+            try:
+                row = arrived.get(timeout=timeout_s)
+            except queue.Empty:
+                raise StageTimeoutError(
+                    f"stage {STAGE!r}: no batch was finished for {timeout_s:g} s. If the stage is just slow, raise "
+                    "ray.stage_timeout_s or lower calibration.pairs_per_modality; otherwise see Ray's worker logs"
+                ) from None
+            if isinstance(row, RayError):
+                raise WorkerError(f"stage {STAGE!r}: a calibration worker raised:\n{row}") from row
+            if isinstance(row, Exception):
+                raise row
+            results[row["number"]] = row["result"]
+            progress.advance(sizes[row["number"]])
+    return [results[number] for number in range(len(sizes))]
