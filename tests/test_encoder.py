@@ -14,11 +14,12 @@ from torch import Tensor
 
 from rlcompute.backbones import load_backbone
 from rlcompute.backbones.base import Backbone
-from rlcompute.decision import DROP, ROUTE, Decision, Full, Signals
+from rlcompute.decision import DROP, ROUTE, SKIP, Decision, Full, Signals
 from rlcompute.demo import CHECKPOINT
 from rlcompute.encoder import encode
 from rlcompute.flops import FlopModel
 from rlcompute.pack import EmbeddedInput, Pack
+from rlcompute.policies.baselines import RandomActions
 from tests.inputs import every_modality, relative_error, transformers_embedding
 from tests.tiny import write_tiny_checkpoint
 
@@ -137,6 +138,39 @@ def check_against_oracle(backbone: Backbone, embedded: list[EmbeddedInput], poli
     out = encode(backbone, *backbone.pack(embedded), policy)
     expected = torch.stack([oracle(backbone, x, policy, s) for s, x in enumerate(embedded)])
     assert relative_error(out.embeddings_Sd, expected) <= TOLERANCE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("route_top_k", [1, 2])
+def test_actions_that_run_fewer_experts_equal_transformers(
+    backbone: Backbone, embedded: list[EmbeddedInput], route_top_k: int
+) -> None:
+    made = torch.zeros(backbone.num_layers, len(embedded), max(x.length for x in embedded), dtype=torch.long)
+    policy = RandomActions(
+        torch.arange(len(embedded)),
+        skip=0.3,
+        drop=0.2,
+        droppable="all",
+        num_layers=backbone.num_layers,
+        route_top_k=route_top_k,
+    )
+
+    class Watched:
+        gate_flops_per_token = 0.0
+
+        def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
+            decision = policy.decide(layer, x_Td, signals, pack)
+            assert decision.drop_T is not None and decision.keep is not None
+            actions_T = torch.where(decision.drop_T, DROP, torch.where(decision.keep, ROUTE, SKIP))
+            made[layer, pack.segment_ids_T, pack.token_index_T] = actions_T
+            return decision
+
+    out = encode(backbone, *backbone.pack(embedded), Watched())
+    slots = (torch.arange(backbone.top_k) < route_top_k).expand(*made.shape, -1)
+    script = Scripted(made, slots, renormalize=True)
+    expected = torch.stack([oracle(backbone, x, script, segment) for segment, x in enumerate(embedded)])
+    assert relative_error(out.embeddings_Sd, expected) <= TOLERANCE
+    assert int(out.trace.rows_NS.sum()) == route_top_k * int(out.trace.routed_NS.sum())
 
 
 @settings(max_examples=12, deadline=None)

@@ -16,7 +16,7 @@ from rlcompute.kernels.routing_plan import tiles
 from rlcompute.kernels.tile_skip import naive_tile_aware_keep
 from rlcompute.pack import EmbeddedInput, Pack
 from rlcompute.policies.baselines import RandomActions
-from rlcompute.policies.expert_rules import UniformTopK
+from rlcompute.policies.expert_rules import RandomTopK
 from rlcompute.policies.tile_aware import TileAware
 from tests.inputs import every_modality
 from tests.tiny import write_tiny_checkpoint
@@ -34,9 +34,16 @@ def embedded(backbone: Backbone) -> list[EmbeddedInput]:
     return backbone.embed_inputs(every_modality(backbone.preprocessor))
 
 
-def random_actions(backbone: Backbone, segments: int, drop: float = 0.2) -> RandomActions:
+def random_actions(
+    backbone: Backbone, segments: int, drop: float = 0.2, route_top_k: int | None = None
+) -> RandomActions:
     return RandomActions(
-        torch.arange(segments), skip=0.4, drop=drop, droppable="all", num_layers=backbone.num_layers
+        torch.arange(segments),
+        skip=0.4,
+        drop=drop,
+        droppable="all",
+        num_layers=backbone.num_layers,
+        route_top_k=route_top_k,
     )
 
 
@@ -72,17 +79,22 @@ class Spy:
         return Watched()
 
 
-@pytest.mark.parametrize("slots", [False, True])
+@pytest.mark.parametrize("rule", ["actions", "actions of two experts", "slots"])
 def test_decisions_are_rounded_among_the_tokens_that_stay(
-    backbone: Backbone, embedded: list[EmbeddedInput], slots: bool
+    backbone: Backbone, embedded: list[EmbeddedInput], rule: str
 ) -> None:
-    inner: Policy = UniformTopK(1, backbone.top_k) if slots else random_actions(backbone, len(embedded))
+    inner: Policy = random_actions(
+        backbone, len(embedded), route_top_k=2 if rule == "actions of two experts" else None
+    )
+    if rule == "slots":
+        inner = RandomTopK(torch.arange(len(embedded)), k=1, top_k=backbone.top_k)
     spy = Spy(inner, backbone.num_experts)
     trace = encode(backbone, *backbone.pack(embedded), spy.watched()).trace
     fewer = 0
     for layer, (given, made, stays_T, ids_Tk, weights_Tk) in enumerate(spy.seen):
         assert given.keep is not None and made.keep is not None
-        assert made.renormalize == given.renormalize
+        assert (made.renormalize, made.top_k) == (given.renormalize, given.top_k)
+        ids_Tk, weights_Tk = ids_Tk[:, : given.top_k], weights_Tk[:, : given.top_k]
         assert given.drop_T is None or torch.equal(given.drop_T, made.drop_T)
         keep_Tk = given.keep if given.keep.ndim == 2 else given.keep[:, None].expand_as(ids_Tk)
         expected = naive_tile_aware_keep(
