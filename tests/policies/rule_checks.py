@@ -308,10 +308,10 @@ def fake_pass(
 
 def slots_of(decision: Decision, tokens: list[Token]) -> list[list[bool]]:
     """Kept slots of each token."""
-    if decision.keep is None:
-        return nothing(tokens)
-    assert decision.keep.dtype == torch.bool
-    kept = decision.keep.tolist()
-    if decision.keep.ndim == 1:
-        return [[row] * len(token.weights) for row, token in zip(kept, tokens, strict=True)]
-    return kept
+    kept = nothing(tokens)
+    if decision.keep is not None:
+        assert decision.keep.dtype == torch.bool
+        for slots, said in zip(kept, decision.keep.tolist(), strict=True):
+            slots[:] = said if isinstance(said, list) else [said] * len(slots)
+    limit = len(kept[0]) if decision.top_k is None else decision.top_k
+    return [[keep and slot < limit for slot, keep in enumerate(slots)] for slots in kept]

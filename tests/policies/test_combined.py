@@ -136,20 +136,24 @@ def test_every_combination_executes_what_slow_loops_count(
     assert float(flops.executed(trace).sum()) < float(flops.full(packed[1].lengths_S).sum())
 
 
-def test_rules_of_one_kind_combine_as_well(backbone: Backbone, embedded: list[EmbeddedInput]) -> None:
+@pytest.mark.parametrize(
+    "names", [("uniform_topk", "threshold", "beta_skip"), ("uniform_topk", "random_topk")]
+)
+def test_rules_of_one_kind_combine_as_well(
+    backbone: Backbone, embedded: list[EmbeddedInput], names: tuple[str, ...]
+) -> None:
     keys = list(range(len(embedded)))
-    names = ("uniform_topk", "threshold", "beta_skip")
-    parts = [*(EXPERT_RULES[name] for name in names)]
+    parts = [EXPERT_RULES[name] for name in names]
     drops = [TOKEN_RULES["random_prune"], TOKEN_RULES["beta_prune"]]
     made = [make(backbone, keys) for make, _ in (*parts, *drops)]
-    recorder = Recorder(Combined([*made[:3], Combined(made[3:])]))
+    recorder = Recorder(Combined([*made[: len(names)], Combined(made[len(names) :])]))
     trace = encode(backbone, *backbone.pack(embedded), recorder).trace
     check_trace(
         trace,
         recorder,
         [slow(keys) for _, slow in parts],
         [slow(keys) for _, slow in drops],
-        reads_router=True,
+        reads_router="threshold" in names,
     )
 
 
@@ -189,45 +193,59 @@ class Says:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    kinds=st.lists(st.tuples(st.booleans(), st.sampled_from([None, 1, 2]), st.booleans()), max_size=4),
+    kinds=st.lists(
+        st.tuples(
+            st.booleans(),
+            st.sampled_from([None, 1, 2]),
+            st.sampled_from([None, None, 1, 2, 3]),
+            st.booleans(),
+        ),
+        max_size=4,
+    ),
     seed=st.integers(0, 1000),
 )
-def test_decisions_merge_token_by_token(kinds: list[tuple[bool, int | None, bool]], seed: int) -> None:
-    tokens, generator = 9, torch.Generator().manual_seed(seed)
+def test_decisions_merge_token_by_token(
+    kinds: list[tuple[bool, int | None, int | None, bool]], seed: int
+) -> None:
+    count, generator = 9, torch.Generator().manual_seed(seed)
 
     def mask(*shape: int) -> Tensor:
         return torch.rand(*shape, generator=generator) < 0.6
 
     decisions = [
         Decision(
-            drop_T=mask(tokens) if drops else None,
-            keep=None if dims is None else mask(*(tokens, TOP_K)[:dims]),
+            drop_T=mask(count) if drops else None,
+            # Slots beyond a policy's own limit may be missing from what it says.
+            keep=None if dims is None else mask(*(count, limit or TOP_K)[:dims]),
+            top_k=limit,
             renormalize=renormalize,
         )
-        for drops, dims, renormalize in kinds
+        for drops, dims, limit, renormalize in kinds
     ]
-    before = [(d.drop_T, d.keep) for d in decisions]
-    copies = [[None if x is None else x.clone() for x in pair] for pair in before]
+    before = [tuple(None if x is None else x.clone() for x in (d.drop_T, d.keep)) for d in decisions]
     combined = Combined([Says(decision, 2.0**i) for i, decision in enumerate(decisions)])
     assert combined.gate_flops_per_token == 2.0 ** len(decisions) - 1
-    pack = fake_pack([tokens], generator)
-    signals = fake_signals(tokens, TOP_K, has_beta=True, tied=False, generator=generator, dtype=torch.float32)
-    made = combined.decide(0, torch.empty(tokens, 0), signals, pack)
+    pack = fake_pack([count], generator)
+    signals = fake_signals(count, TOP_K, has_beta=True, tied=False, generator=generator, dtype=torch.float32)
+    made = combined.decide(0, torch.empty(count, 0), signals, pack)
 
-    for token in range(tokens):
+    def runs(decision: Decision, token: int, slot: int) -> bool:
+        if decision.top_k is not None and slot >= decision.top_k:
+            return False
+        if decision.keep is None:
+            return True
+        return bool(decision.keep[token] if decision.keep.ndim == 1 else decision.keep[token, slot])
+
+    for token in range(count):
         dropped = [bool(d.drop_T[token]) for d in decisions if d.drop_T is not None]
         assert (made.drop_T is None) == (not dropped)
         assert made.drop_T is None or bool(made.drop_T[token]) == any(dropped)
         for slot in range(TOP_K):
-            said = [
-                d.keep[token] if d.keep.ndim == 1 else d.keep[token, slot]
-                for d in decisions
-                if d.keep is not None
-            ]
-            assert (made.keep is None) == (not said)
-            if made.keep is not None:
-                kept = made.keep[token] if made.keep.ndim == 1 else made.keep[token, slot]
-                assert bool(kept) == all(map(bool, said))
-    assert made.renormalize == any(renormalize for _, dims, renormalize in kinds if dims is not None)
-    for pair, copy in zip(before, copies, strict=True):  # the parts' own decisions are left as they were
-        assert all(x is y or torch.equal(x, y) for x, y in zip(pair, copy, strict=True))
+            assert runs(made, token, slot) == all(runs(d, token, slot) for d in decisions)
+    assert (made.keep is None) == all(d.keep is None for d in decisions)
+    assert made.renormalize == any(d.renormalize for d in decisions)
+    for decision, pair in zip(
+        decisions, before, strict=True
+    ):  # the parts' own decisions are left as they were
+        for x, y in zip((decision.drop_T, decision.keep), pair, strict=True):
+            assert x is y is None or (x is not None and y is not None and torch.equal(x, y))
