@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.transforms import ScaledTranslation
 
 from rlcompute.data.schema import MODALITIES
 from rlcompute.metrics import FloatArray
@@ -51,8 +52,11 @@ _PANEL_OF_RULE = {
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#222222")
 _MARKERS = "osD^vPX"
 _DASHES = ("-", "--", ":")
-_SHORT_LABEL = 22
-"""Characters of a label of which two fit side by side under a panel."""
+_PANEL_INCHES = 4.3
+_DEEPEST = 25.0
+"""Points under full compute at which the panels end; what lies deeper would flatten all that matters."""
+_LEGEND_INCHES = 0.66
+"""From a panel's lower edge to its legend: ticks and a label of two lines."""
 MODALITY_COLOURS = dict(zip(MODALITIES, COLOURS, strict=False))
 MODALITY_MARKERS = dict(zip(MODALITIES, _MARKERS, strict=False))
 
@@ -136,6 +140,7 @@ def budget_curves(
     """Recall@1 against what is saved, one panel a kind of action (paper, Fig. 7).
 
     All panels share their axes, but for the experts kept. In the last one the points of the other panels stand in grey.
+    A point more than 25 points under full compute stands on the lower edge as an open triangle.
 
     Args:
         points: at least one; panels without points are left out.
@@ -146,8 +151,10 @@ def budget_curves(
     panels = [panel for panel in PANELS if any(point.panel == panel for point in points)]
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    figure = new_figure(4.3 * columns, 4.6 * rows + 0.5)
+    names = max(len({point.policy for point in points if point.panel == panel}) for panel in panels)
+    figure = new_figure(_PANEL_INCHES * columns, (3.8 + 0.16 * names) * rows + 0.5)
     most_saved = max(point.saved_percent for point in points)
+    lowest = max(min(full_recall, *(point.low for point in points)) - 1.0, full_recall - _DEEPEST)
     first: Axes | None = None
     for number, panel in enumerate(panels):
         axes = figure.add_subplot(rows, columns, number + 1, sharey=first)
@@ -155,7 +162,7 @@ def budget_curves(
         axes.axhline(full_recall, color="#222222", linewidth=0.9, linestyle=":", label="full compute")
         if panel == COMBINED:
             _draw_others(axes, points)
-        _draw_lines(axes, [point for point in points if point.panel == panel])
+        _draw_lines(axes, [point for point in points if point.panel == panel], lowest)
         axes.set_title(panel, fontweight="bold")
         axes.set_xlabel(
             f"experts kept in a layer, of {num_experts}"
@@ -163,13 +170,15 @@ def budget_curves(
             else "executed FLOPs saved\n(% of the language model's at full compute)"
         )
         if panel == EXPERTS:
+            axes.set_xticks(sorted({_position(point) for point in points if point.panel == EXPERTS}))
             axes.invert_xaxis()
         else:
             axes.set_xlim(0.0, max(1.0, 1.06 * most_saved))
         if number % columns == 0:
             axes.set_ylabel("recall@1 (points of 100),\nmean over modalities")
         axes.grid(alpha=0.25)
-        _legend_below(axes)
+        legend_below(axes, _PANEL_INCHES)
+    figure.axes[0].set_ylim(bottom=lowest)
     figure.suptitle(wrapped_title(title, figure), fontsize=9)
     return render(figure)
 
@@ -194,7 +203,7 @@ def _draw_others(axes: Axes, points: Sequence[CurvePoint]) -> None:
         )
 
 
-def _draw_lines(axes: Axes, points: Sequence[CurvePoint]) -> None:
+def _draw_lines(axes: Axes, points: Sequence[CurvePoint], lowest: float) -> None:
     for number, name in enumerate(dict.fromkeys(point.policy for point in points)):
         own = sorted((point for point in points if point.policy == name), key=_position)
         colour = COLOURS[number % len(COLOURS)]
@@ -216,18 +225,33 @@ def _draw_lines(axes: Axes, points: Sequence[CurvePoint]) -> None:
             elinewidth=1.0,
             capsize=3,
         )
+        deeper = [_position(point) for point in own if point.recall < lowest]
+        axes.scatter(
+            deeper,
+            [lowest] * len(deeper),
+            marker="v",
+            color="white",
+            edgecolors=colour,
+            clip_on=False,
+            zorder=3,
+        ).set_in_layout(False)
 
 
-def _legend_below(axes: Axes) -> None:
+def legend_below(axes: Axes, width: float) -> None:
+    """The legend of a panel so many inches wide, under its label, in as many columns as fit at eight points."""
     _, labels = axes.get_legend_handles_labels()
+    figure = axes.get_figure(root=True)
+    assert figure is not None
     axes.legend(
         loc="upper center",
-        bbox_to_anchor=(0.5, -0.24),
-        ncols=2 if max(map(len, labels)) <= _SHORT_LABEL else 1,
+        bbox_to_anchor=(0.5, 0.0),
+        bbox_transform=axes.transAxes + ScaledTranslation(0.0, -_LEGEND_INCHES, figure.dpi_scale_trans),
+        ncols=min(4, max(1, int(15 * width / (max(map(len, labels)) + 8)))),
         fontsize=8,
         frameon=False,
         handlelength=2.2,
         columnspacing=1.2,
+        borderpad=0.0,
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.axes import Axes
 
-from rlcompute.compare.pictures import COLOURS, MODALITY_COLOURS, MODALITY_MARKERS
+from rlcompute.compare.pictures import COLOURS, MODALITY_COLOURS, MODALITY_MARKERS, legend_below
 from rlcompute.compare.strength_measures import Name, Signal, Tokens
 from rlcompute.compare.strength_study import ALL_KINDS, Figure, StrengthStudy
 from rlcompute.plots import Picture, new_figure, render
@@ -21,6 +21,7 @@ _SIGNALS: dict[Signal, tuple[str, str, str]] = {
     "emb_attention": ("attention from <emb>", COLOURS[1], "s"),
     "received_attention": ("attention received", COLOURS[4], "D"),
 }
+_PANEL_INCHES = 5.5
 _BAR = "bars: 95 % bootstrap intervals over inputs"
 
 
@@ -38,7 +39,7 @@ class _Bars:
 
 def strength_and_attention(study: StrengthStudy) -> Picture:
     """β against attention (paper, Fig. 10): correlation over tokens, and level by kind of token."""
-    figure = new_figure(11.0, 7.4)
+    figure = new_figure(2 * _PANEL_INCHES, 7.6)
     scopes: dict[Tokens, str] = {"all": "all tokens of an input", "visual": "visual tokens alone"}
     for place, (tokens, scope) in enumerate(scopes.items()):
         axes = figure.add_subplot(2, 2, place + 1)
@@ -48,7 +49,7 @@ def strength_and_attention(study: StrengthStudy) -> Picture:
         axes.axhline(0.0, color="#222222", linewidth=0.8)
     levels: dict[Signal, str] = {
         "strength": "",
-        "emb_attention": " (sums to 1 in every input, short or long)",
+        "emb_attention": " (sums to 1 in each input)",
     }
     for place, (signal, note) in enumerate(levels.items()):
         axes = figure.add_subplot(2, 2, place + 3)
@@ -80,7 +81,7 @@ def _correlations(tokens: Tokens) -> list[_Bars]:
 
 def strength_by_layer(study: StrengthStudy) -> Picture:
     """Depth (paper, Fig. 13): mean β by kind of input, and how much β and attention vary over tokens."""
-    figure = new_figure(11.0, 4.2)
+    figure = new_figure(2 * _PANEL_INCHES, 4.2)
     axes = figure.add_subplot(1, 2, 1)
     for kind in study.inputs:
         found = [study.find("mean", "strength", kind, "all", (layer,)) for layer in study.strength_layers]
@@ -99,7 +100,7 @@ def strength_by_layer(study: StrengthStudy) -> Picture:
     spread.set_xlabel("layer")
     for one in (axes, spread):
         one.grid(alpha=0.25)
-        one.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4)
+        legend_below(one, _PANEL_INCHES)
     figure.suptitle(f"<emb> itself left out; {_BAR}", fontsize=9)
     return render(figure)
 
@@ -110,7 +111,7 @@ def strength_stability(study: StrengthStudy) -> Picture:
     Beside the cosine stands the correlation, which does not call two flat maps alike
     (:class:`rlcompute.compare.strength_measures.Measure`).
     """
-    figure = new_figure(11.0, 7.4)
+    figure = new_figure(2 * _PANEL_INCHES, 7.6)
     names: dict[Name, str] = {
         "layer_cosine": "two layers: cosine",
         "layer_correlation": "two layers: correlation",
@@ -157,7 +158,7 @@ def _draw_bars(axes: Axes, study: StrengthStudy, series: Sequence[_Bars]) -> Non
                 xytext=(0, 2),
                 textcoords="offset points",
                 ha="center",
-                fontsize=7,
+                fontsize=6.5,
             )
         axes.bar(0, 0, color=one.colour, hatch=one.hatch, edgecolor="white", label=one.label)
     axes.set_xticks(range(len(kinds)), [f"{kind}\n({study.inputs[kind]} inputs)" for kind in kinds])
@@ -165,7 +166,7 @@ def _draw_bars(axes: Axes, study: StrengthStudy, series: Sequence[_Bars]) -> Non
     axes.margins(y=0.12)
     axes.grid(alpha=0.25, axis="y")
     axes.set_axisbelow(True)
-    axes.legend(fontsize=7.5, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
+    legend_below(axes, _PANEL_INCHES)
 
 
 def _draw_line(
