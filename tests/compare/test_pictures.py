@@ -76,7 +76,7 @@ def every_panel() -> list[CurvePoint]:
 
 def lines(axes: Axes) -> dict[str, Any]:
     """Data lines by label: of error bars the first child."""
-    return {str(container.get_label()): container.lines[0] for container in axes.containers}  # type: ignore[attr-defined]
+    return {str(container.get_label()): container.lines[0] for container in axes.containers}
 
 
 def labels(axes: Axes) -> list[str]:

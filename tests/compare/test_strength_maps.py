@@ -46,7 +46,7 @@ class StockMaps:
 def test_maps_equal_those_of_the_stock_forward(backbone: Any, tmp_path: Path) -> None:
     inputs = every_modality(backbone.preprocessor)
     maps = input_maps(backbone, backbone.embed_inputs(inputs))
-    stock = load_backbone(backbone.path).model  # type: ignore[attr-defined]
+    stock = load_backbone(backbone.path).model
     stock.set_attn_implementation("eager")
     caught = StockMaps(stock)
     for x, own in zip(inputs, maps, strict=True):

@@ -69,9 +69,9 @@ def test_correlations_equal_scipy(seed: int, levels: int | None) -> None:
                 expected = [
                     oracle(layered["strength"][a][own], layered[signal][b][own]).statistic for a, b in PAIRS
                 ]
-                got = [found[Measure(name, signal, tokens, pair)] for pair in PAIRS]  # type: ignore[arg-type]
+                got = [found[Measure(name, signal, tokens, pair)] for pair in PAIRS]
                 assert got == pytest.approx(expected, abs=1e-9)
-                mean = found[Measure(name, signal, tokens)]  # type: ignore[arg-type]
+                mean = found[Measure(name, signal, tokens)]
                 assert mean == pytest.approx(np.mean(expected), abs=1e-9)
 
 
@@ -86,7 +86,7 @@ def test_levels_and_spread_equal_loops_over_tokens() -> None:
                 at: Any = (signal, tokens, (layer,))
                 assert found[Measure("mean", *at)] == pytest.approx(means[layer])
                 assert found[Measure("variation", *at)] == pytest.approx(variance**0.5 / means[layer])
-            mean: Any = Measure("mean", signal, tokens)  # type: ignore[arg-type]
+            mean: Any = Measure("mean", signal, tokens)
             assert found[mean] == pytest.approx(np.mean(list(means.values())))
 
 
@@ -103,7 +103,7 @@ def test_likeness_across_layers_equals_loops() -> None:
             assert found[Measure("layer_correlation", *at)] == pytest.approx(
                 scipy.stats.pearsonr(x, y).statistic
             )
-        mean: Any = Measure("layer_cosine", signal, "visual")  # type: ignore[arg-type]
+        mean: Any = Measure("layer_cosine", signal, "visual")
         assert found[mean] == pytest.approx(np.mean(cosines))
 
 
@@ -127,8 +127,7 @@ def test_contrasts_are_differences_of_means_over_layers() -> None:
     for name in ("variation", "layer_cosine", "layer_correlation", "frame_cosine", "frame_correlation"):
         for signal in ("emb_attention", "received_attention"):
             own, other, gap = (
-                found[Measure(name, x, "visual")]  # type: ignore[arg-type]
-                for x in ("strength", signal, f"strength - {signal}")
+                found[Measure(name, x, "visual")] for x in ("strength", signal, f"strength - {signal}")
             )
             assert gap == pytest.approx(own - other)
 
@@ -159,9 +158,9 @@ def test_constant_maps_and_too_few_tokens_have_no_correlation() -> None:
     maps.strength_BL[2] = 0.5 + noise
     found = measures(maps, LAYERS)
     for name in ("pearson", "spearman"):
-        assert np.isnan(found[Measure(name, "emb_attention", "all", (2, 3))])  # type: ignore[arg-type]
-        defined = found[Measure(name, "emb_attention", "all", (4, 5))]  # type: ignore[arg-type]
-        assert found[Measure(name, "emb_attention", "all")] == defined  # type: ignore[arg-type]
+        assert np.isnan(found[Measure(name, "emb_attention", "all", (2, 3))])
+        defined = found[Measure(name, "emb_attention", "all", (4, 5))]
+        assert found[Measure(name, "emb_attention", "all")] == defined
     assert found[Measure("variation", "strength", "all", (2,))] == pytest.approx(0.0, abs=1e-6)
     assert np.isnan(found[Measure("layer_correlation", "strength", "visual", (1, 2))])
     few = InputMaps(*(x[..., :4] for x in vars(maps).values()))
