@@ -7,7 +7,7 @@ RUN := runs/quickstart
 DEMO := data/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart data train evaluate export figures bench test test-fast lint format docs demo-model
+.PHONY: help setup quickstart data train evaluate export compare claims compare-final figures bench test test-fast lint format docs demo-model
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -39,6 +39,12 @@ export: $(RUN)/.exported ## Write the quick start's gates with their model card
 $(RUN)/.exported: $(RUN)/.evaluated
 	$(BIN)/rlcompute export --config $(CONFIG)
 	touch $@
+
+compare: $(RUN)/.exported ## The quick start's gates against rules that need no training (under 20 minutes)
+	$(BIN)/rlcompute compare --config configs/compare_demo.yaml
+
+claims: $(RUN)/.exported ## Published claims about adaptive computation, checked on the demo
+	$(BIN)/rlcompute claims --config configs/compare_demo.yaml
 
 figures: setup ## Every accuracy and compute figure of the README (about 25 minutes on two cores)
 	$(BIN)/rlcompute data demo --out data/demo_full --train 1000 --test 2000 --final 2000
