@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 BATCH_PAIRS = 16
 """Pairs whose two sides are packed and executed at once."""
+SEARCH_PAIRS = 64
+"""The same for the search for thresholds, which runs each pack many times: larger packs run faster."""
 
 
 @dataclass(frozen=True)
@@ -142,9 +144,8 @@ class PolicyCalibrator:
     def _pairs(self) -> list[Pair]:
         return draw_sample(self._config)
 
-    @property
-    def _batches(self) -> list[list[Pair]]:
-        return [self._pairs[start : start + BATCH_PAIRS] for start in range(0, len(self._pairs), BATCH_PAIRS)]
+    def _batches(self, size: int) -> list[list[Pair]]:
+        return [self._pairs[start : start + size] for start in range(0, len(self._pairs), size)]
 
     @cached_property
     def _sample(self) -> dict[str, Any]:
@@ -156,18 +157,19 @@ class PolicyCalibrator:
 
     @cached_property
     def _search(self) -> ModesSearch:
-        batches = [embed_batch(self._backbone, batch)[0] for batch in self._batches]
+        batches = [embed_batch(self._backbone, batch)[0] for batch in self._batches(SEARCH_PAIRS)]
         points = self._config.calibration.modes_grid
         return ModesSearch(self._backbone, self.calibration.scales_NM, batches, points, self._record.known)
 
     def _results(self) -> list[BatchResult]:
+        batches = self._batches(BATCH_PAIRS)
         if self._config.calibration.workers:
             from rlcompute.actors.calibration import measure_batches
 
-            return measure_batches(self._config, self._batches)
+            return measure_batches(self._config, batches)
         results = []
         with one_thread(), ProgressReporter("calibrating", len(self._pairs), unit="pair") as progress:
-            for batch in self._batches:
+            for batch in batches:
                 results.append(measure_batch(self._backbone, batch))
                 progress.advance(len(batch))
         return results
@@ -212,7 +214,7 @@ def draw_sample(config: Config) -> list[Pair]:
 
 
 def describe_sample(config: Config, pairs: Sequence[Pair]) -> dict[str, Any]:
-    """JSON values that say what is calibrated on; ``digest`` covers all that the result depends on, but for rounding."""
+    """JSON values that say what is calibrated on; ``digest`` covers all that matters but rounding."""
     facts: dict[str, Any] = {
         "seed": config.run.seed,
         "dtype": config.backbone.dtype,
@@ -241,7 +243,11 @@ def _content_digest(side: Side) -> bytes:
 
 def embed_batch(backbone: Backbone, pairs: Sequence[Pair]) -> tuple[list[EmbeddedInput], list[str]]:
     """Both sides of some pairs after vision tower and token embedding, and the modality of each one's pair."""
-    sides = [(pair, name, side) for pair in pairs for name, side in (("query", pair.query), ("target", pair.target))]
+    sides = [
+        (pair, name, side)
+        for pair in pairs
+        for name, side in (("query", pair.query), ("target", pair.target))
+    ]
     inputs = [backbone.preprocessor(side, f"{pair.id} {name}") for pair, name, side in sides]
     return backbone.embed_inputs(inputs), [pair.modality for pair, _, _ in sides]
 

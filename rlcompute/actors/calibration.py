@@ -7,12 +7,11 @@ come back in the order of the batches.
 from __future__ import annotations
 
 import logging
-import queue
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import ray
 import ray.data
 import torch
 from ray.data import ActorPoolStrategy, DataContext
@@ -45,20 +44,30 @@ def measure_batches(config: Config, batches: Sequence[Sequence[Pair]]) -> list[B
         WorkerError: a worker raised.
     """
     with ray_session(_with_workers(config)):
-        context = DataContext.get_current()
-        context.enable_progress_bars = False
-        logging.getLogger("ray.data").setLevel(logging.ERROR)
-        rows = [{"number": number, "pairs": list(pairs)} for number, pairs in enumerate(batches)]
-        dataset = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
-            _Worker,
-            batch_size=1,
-            batch_format="numpy",
-            compute=ActorPoolStrategy(size=config.calibration.workers),
-            num_cpus=1,
-            num_gpus=1 if config.backbone.device == "cuda" else 0,
-            fn_constructor_args=(config,),
-        )
-        return _collect(dataset, [len(pairs) for pairs in batches], config.ray.stage_timeout_s)
+        return _collect(config, batches)
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _run(config: Config, batches: list[list[Pair]]) -> Iterator[_Row]:
+    """Yields results as they come.
+
+    Ray Data has no deadline, and its threads outlive a caller that gives up. In a task of its own it is cancelled
+    together with its actors.
+    """
+    context = DataContext.get_current()
+    context.enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    rows = [{"number": number, "pairs": pairs} for number, pairs in enumerate(batches)]
+    dataset = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
+        _Worker,
+        batch_size=1,
+        batch_format="numpy",
+        compute=ActorPoolStrategy(size=config.calibration.workers),
+        num_cpus=1,
+        num_gpus=1 if config.backbone.device == "cuda" else 0,
+        fn_constructor_args=(config,),
+    )
+    yield from dataset.iter_rows()
 
 
 class _Worker:
@@ -82,35 +91,25 @@ def _with_workers(config: Config) -> Config:
     )
 
 
-def _collect(dataset: ray.data.Dataset, sizes: Sequence[int], timeout_s: float) -> list[BatchResult]:
-    """Results in the order of the batches, as long as one comes at least every ``timeout_s`` seconds.
-
-    Ray Data has no deadline, so its rows are read in a thread.
-    """
-    arrived: queue.Queue[_Row | Exception] = queue.Queue()
-
-    def read() -> None:
-        try:
-            for row in dataset.iter_rows():
-                arrived.put(row)
-        except Exception as error:  # handed over, and raised below
-            arrived.put(error)
-
-    threading.Thread(target=read, name=STAGE, daemon=True).start()
+def _collect(config: Config, batches: Sequence[Sequence[Pair]]) -> list[BatchResult]:
+    """Results in the order of the batches, as long as one comes at least every ``ray.stage_timeout_s`` seconds."""
+    timeout_s = config.ray.stage_timeout_s
     results: dict[int, BatchResult] = {}
-    with ProgressReporter("calibrating", sum(sizes), unit="pair") as progress:
-        while len(results) < len(sizes):
-            try:
-                row = arrived.get(timeout=timeout_s)
-            except queue.Empty:
-                raise StageTimeoutError(
-                    f"stage {STAGE!r}: no batch was finished for {timeout_s:g} s. If the stage is just slow, raise "
-                    "ray.stage_timeout_s or lower calibration.pairs_per_modality; otherwise see Ray's worker logs"
-                ) from None
-            if isinstance(row, RayError):
-                raise WorkerError(f"stage {STAGE!r}: a calibration worker raised:\n{row}") from row
-            if isinstance(row, Exception):
-                raise row
-            results[row["number"]] = row["result"]
-            progress.advance(sizes[row["number"]])
-    return [results[number] for number in range(len(sizes))]
+    running = _run.remote(config, [list(batch) for batch in batches])
+    try:
+        with ProgressReporter("calibrating", sum(map(len, batches)), unit="pair") as progress:
+            while len(results) < len(batches):
+                ready, _ = ray.wait([running], timeout=timeout_s)
+                if not ready:
+                    raise StageTimeoutError(
+                        f"stage {STAGE!r}: no batch was finished for {timeout_s:g} s. If the stage is just slow, raise "
+                        "ray.stage_timeout_s; otherwise see Ray's worker logs"
+                    )
+                row = ray.get(next(running))
+                results[row["number"]] = row["result"]
+                progress.advance(len(batches[row["number"]]))
+    except RayError as error:
+        raise WorkerError(f"stage {STAGE!r}: a calibration worker raised:\n{error}") from error
+    finally:
+        ray.cancel(running, force=True)
+    return [results[number] for number in range(len(batches))]

@@ -119,7 +119,7 @@ def refine(evaluate: Evaluate, low: Thresholds, high: Thresholds, target: float)
         Of the executed pairs that reach the target, the one with the smallest loss.
     """
     below, above = evaluate(low).skip, evaluate(high).skip
-    reach, left, right = [high], 0.0, 1.0
+    reach, left, right = ([low, high] if below >= target else [high]), 0.0, 1.0
     for _ in range(REFINEMENTS):
         if above - target <= TOLERANCE or below >= target:
             break
