@@ -102,11 +102,6 @@ class PolicyConfig(Section):
     droppable: Literal["all", "visual"] = Field(
         "all", description="Tokens that may be dropped: all but `<emb>`, or image and video tokens only."
     )
-    route_top_k: Count | None = Field(
-        None,
-        description="Experts that ROUTE runs for a token, those of the highest weight, with renormalised weights "
-        "(experts; null: all that the backbone selects).",
-    )
     temperature: Positive = Field(1.0, description="Temperature of the sampled actions (divides the logits).")
     init_skip: OpenFraction = Field(0.1, description="Probability of SKIP before training.")
     init_drop: OpenFraction = Field(0.02, description="Probability of DROP before training.")

@@ -138,10 +138,7 @@ def _measure_all(
     controls = []
     if saved is not None and "random" in settings.policies:
         controls.append(
-            random_like(
-                *(backbone, facts, measured["grpo"], saved.heads.droppable, config.run.seed),
-                route_top_k=saved.heads.route_top_k,
-            )
+            random_like(backbone, facts, measured["grpo"], saved.heads.droppable, config.run.seed)
         )
     if "uniform_topk" in settings.policies:
         controls.append(uniform_like(backbone, facts, measured.get("grpo")))

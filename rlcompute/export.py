@@ -110,8 +110,7 @@ def model_card(config: Config, saved: SavedGates, checkpoint: Path, evaluation: 
         "",
         f"- Backbone: `{saved.backbone['path']}` ({saved.backbone['family']}), hash `{saved.backbone['hash']}`.",
         "  Another backbone is refused.",
-        f"- Heads: {layers} layers, {features} features each, droppable tokens: {saved.heads.droppable}, "
-        f"experts of ROUTE: {saved.heads.route_top_k or 'all that the backbone selects'}.",
+        f"- Heads: {layers} layers, {features} features each, droppable tokens: {saved.heads.droppable}.",
         f"- Checkpoint: `{checkpoint.name}`; target saving {config.reward.target_flops_saved:.0%} of the language "
         f"model's {describe_cost(config.compute)}, "
         f"recall floor {config.reward.recall_floor:.0%} of the teacher's, seed {config.run.seed}.",

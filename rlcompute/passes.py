@@ -248,12 +248,7 @@ def _time_one(backbone: Backbone, inputs: Sequence[ModelInput], policy: Policy) 
 
 
 def random_like(
-    backbone: Backbone,
-    facts: InputFacts,
-    reference: Measured,
-    droppable: Droppable,
-    seed: int,
-    route_top_k: int | None = None,
+    backbone: Backbone, facts: InputFacts, reference: Measured, droppable: Droppable, seed: int
 ) -> Contender:
     """RandomActions that execute as many language model FLOPs as ``reference`` over the same inputs.
 
@@ -262,12 +257,11 @@ def random_like(
     probability) until the expected FLOPs agree. What is random is only which tokens, and in which layer.
     """
     trace, lengths_S = reference.trace, facts.lengths_S
-    run_top_k = route_top_k or backbone.top_k
     droppable_S = (lengths_S - 1) if droppable == "all" else facts.visual_S
     left_NS = droppable_S - (lengths_S - trace.entered_NS)
     dropped_NS = trace.decided_NS - trace.survived_NS
     drop = float(dropped_NS[:-1].sum()) / max(1.0, float(left_NS[:-1].sum()))
-    skip = 1.0 - float(trace.rows_NS.sum()) / max(1.0, run_top_k * float(trace.survived_NS.sum()))
+    skip = 1.0 - float(trace.rows_NS.sum()) / max(1.0, backbone.top_k * float(trace.survived_NS.sum()))
     flops = FlopModel(backbone)
 
     def mix(strength: float) -> tuple[float, float]:
@@ -275,7 +269,7 @@ def random_like(
         return (1.0 - stronger_drop) * (1.0 - (1.0 - skip) ** strength), stronger_drop
 
     def expected(strength: float) -> float:
-        trace = _expected_trace(lengths_S, droppable_S, *mix(strength), backbone.num_layers, run_top_k)
+        trace = _expected_trace(lengths_S, droppable_S, *mix(strength), backbone.num_layers, backbone.top_k)
         return float(flops.executed(trace).sum())
 
     low, high, wanted = 0.0, 1.0, float(reference.executed_S.sum())
@@ -289,12 +283,7 @@ def random_like(
     def make(names: Sequence[str]) -> Policy:
         keys = as_keys([rollout_key(seed, 0, name, "random", 0) for name in names], backbone.device)
         return RandomActions(
-            keys,
-            skip=chosen_skip,
-            drop=chosen_drop,
-            droppable=droppable,
-            num_layers=backbone.num_layers,
-            route_top_k=route_top_k,
+            keys, skip=chosen_skip, drop=chosen_drop, droppable=droppable, num_layers=backbone.num_layers
         )
 
     return Contender("random", make, {"skip": chosen_skip, "drop": chosen_drop})

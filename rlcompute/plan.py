@@ -21,7 +21,7 @@ from rlcompute.config import ComputeConfig, Config
 from rlcompute.cost_table import load_cost_table
 from rlcompute.data import read_pairs
 from rlcompute.environment import GIB
-from rlcompute.errors import CheckpointError, ConfigError
+from rlcompute.errors import CheckpointError
 from rlcompute.policies.gates import NUM_ACTIONS
 from rlcompute.preprocess import Preprocessor
 
@@ -40,21 +40,19 @@ class Shape:
     parameters: int
     layers: int
     hidden: int
-    top_k: int
 
 
 def describe(config: Config) -> list[tuple[str, Rows]]:
     """The plan as titled tables of (what, value).
 
     Raises:
-        ConfigError: The cost table cannot be read, or ROUTE is to run more experts than the backbone selects.
+        ConfigError: The cost table cannot be read.
         CheckpointError: The backbone's folder is missing or not a transformers checkpoint of a supported family.
         DataError: The training file cannot be used.
     """
     folder = resolve_path(config.backbone.path)
     checkpoint_family(folder)
     shape = read_shape(folder)
-    check_route_top_k(config, shape)
     tokens = sample_tokens(config, folder)
     return [
         ("batch", batch_rows(config, tokens)),
@@ -70,18 +68,7 @@ def read_shape(folder: Path) -> Shape:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"{folder}: no *.safetensors weights")
-    sizes = (int(text[key]) for key in ("num_hidden_layers", "hidden_size", "num_experts_per_tok"))
-    return Shape(sum(map(_parameters, files)), *sizes)
-
-
-def check_route_top_k(config: Config, shape: Shape) -> None:
-    """Raises ConfigError if ROUTE cannot run as many experts as ``policy.route_top_k`` says."""
-    wanted = config.policy.route_top_k
-    if wanted is not None and wanted > shape.top_k:
-        raise ConfigError(
-            f"policy.route_top_k={wanted}, but the backbone {config.backbone.path} selects {shape.top_k} experts for a "
-            f"token: use 1 to {shape.top_k}, or null"
-        )
+    return Shape(sum(map(_parameters, files)), int(text["num_hidden_layers"]), int(text["hidden_size"]))
 
 
 def _parameters(path: Path) -> int:

@@ -20,6 +20,8 @@ from rlcompute.encoder import encode
 from rlcompute.flops import FlopModel
 from rlcompute.pack import EmbeddedInput, Pack
 from rlcompute.policies.baselines import RandomActions
+from rlcompute.policies.combined import Combined
+from rlcompute.policies.expert_rules import UniformTopK
 from tests.inputs import every_modality, relative_error, transformers_embedding
 from tests.tiny import write_tiny_checkpoint
 
@@ -141,19 +143,15 @@ def check_against_oracle(backbone: Backbone, embedded: list[EmbeddedInput], poli
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("route_top_k", [1, 2])
-def test_actions_that_run_fewer_experts_equal_transformers(
-    backbone: Backbone, embedded: list[EmbeddedInput], route_top_k: int
+@pytest.mark.parametrize("k", [1, 2])
+def test_actions_with_fewer_experts_equal_transformers(
+    backbone: Backbone, embedded: list[EmbeddedInput], k: int
 ) -> None:
     made = torch.zeros(backbone.num_layers, len(embedded), max(x.length for x in embedded), dtype=torch.long)
-    policy = RandomActions(
-        torch.arange(len(embedded)),
-        skip=0.3,
-        drop=0.2,
-        droppable="all",
-        num_layers=backbone.num_layers,
-        route_top_k=route_top_k,
+    actions = RandomActions(
+        torch.arange(len(embedded)), skip=0.3, drop=0.2, droppable="all", num_layers=backbone.num_layers
     )
+    policy = Combined([actions, UniformTopK(k, backbone.top_k)])
 
     class Watched:
         gate_flops_per_token = 0.0
@@ -166,11 +164,11 @@ def test_actions_that_run_fewer_experts_equal_transformers(
             return decision
 
     out = encode(backbone, *backbone.pack(embedded), Watched())
-    slots = (torch.arange(backbone.top_k) < route_top_k).expand(*made.shape, -1)
+    slots = (torch.arange(backbone.top_k) < k).expand(*made.shape, -1)
     script = Scripted(made, slots, renormalize=True)
     expected = torch.stack([oracle(backbone, x, script, segment) for segment, x in enumerate(embedded)])
     assert relative_error(out.embeddings_Sd, expected) <= TOLERANCE
-    assert int(out.trace.rows_NS.sum()) == route_top_k * int(out.trace.routed_NS.sum())
+    assert int(out.trace.rows_NS.sum()) == k * int(out.trace.routed_NS.sum())
 
 
 @settings(max_examples=12, deadline=None)

@@ -84,7 +84,6 @@ class GRPOConfig(AlgorithmConfig):  # type: ignore[misc]  # ray is not typed
                 "num_layers": self.num_layers,
                 "hidden_size": self.hidden_size,
                 "droppable": self.settings.policy.droppable,
-                "route_top_k": self.settings.policy.route_top_k,
                 "temperature": self.settings.policy.temperature,
             },
         )

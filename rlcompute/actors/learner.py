@@ -75,9 +75,9 @@ def decision_batch(parts: Sequence[Decisions], advantages: Sequence[Array]) -> M
 class GateModule(TorchRLModule):  # type: ignore[misc]  # ray is not typed
     """The gate heads as an RLlib module.
 
-    ``model_config`` has ``num_layers``, ``hidden_size``, ``droppable``, ``route_top_k`` and ``temperature``. Weights and
-    biases are two parameters because their learning rates differ. The normaliser travels with them as buffers, so that
-    one weight sync gives a restarted worker all that it needs.
+    ``model_config`` has ``num_layers``, ``hidden_size``, ``droppable`` and ``temperature``. Weights and biases are two
+    parameters because their learning rates differ. The normaliser travels with them as buffers, so that one weight
+    sync gives a restarted worker all that it needs.
     """
 
     def setup(self) -> None:
@@ -99,8 +99,7 @@ class GateModule(TorchRLModule):  # type: ignore[misc]  # ray is not typed
     def heads(self) -> GateHeads:
         """A detached copy of the current heads."""
         weight_N3F = self._weight_N3F().detach().clone()
-        settings = {name: self.model_config[name] for name in ("droppable", "route_top_k")}
-        return GateHeads(weight_N3F, self.mean.clone(), self.scale.clone(), **settings)
+        return GateHeads(weight_N3F, self.mean.clone(), self.scale.clone(), self.model_config["droppable"])
 
     def _weight_N3F(self) -> Tensor:
         return torch.cat([self.weight, self.bias[..., None]], dim=-1)

@@ -29,7 +29,7 @@ from rlcompute.data import Pair, read_pairs
 from rlcompute.envs.reward import check_negatives
 from rlcompute.errors import CheckpointError
 from rlcompute.export import export_gates, latest_checkpoint
-from rlcompute.plan import Shape, check_route_top_k, read_shape
+from rlcompute.plan import Shape, read_shape
 from rlcompute.policies.checkpoint import check_backbone, load_gates
 from rlcompute.policies.gates import GateHeads, init_heads
 from rlcompute.runlog import RunLog, check_run_folder
@@ -117,15 +117,12 @@ def check(config: Config, *, resume: bool) -> Inputs:
         "hash": checkpoint_hash(folder),
     }
     shape = read_shape(folder)
-    check_route_top_k(config, shape)
     check_cost_table(config, backbone["hash"])
     initial = None
     if config.policy.init_from is not None:
         saved = load_gates(config.policy.init_from)
         check_backbone(saved, config.policy.init_from, backbone["hash"], folder)
-        initial = replace(
-            saved.heads, droppable=config.policy.droppable, route_top_k=config.policy.route_top_k
-        )
+        initial = replace(saved.heads, droppable=config.policy.droppable)
     checkpoint = None
     if resume:
         latest = latest_checkpoint(config.run.folder)
@@ -240,7 +237,6 @@ class Trainer:
             drop=policy.init_drop,
             late_skip_bias=policy.late_skip_bias,
             droppable=policy.droppable,
-            route_top_k=policy.route_top_k,
         )
 
     def _save(self) -> None:

@@ -19,14 +19,7 @@ class RandomActions:
     gate_flops_per_token = 0.0
 
     def __init__(
-        self,
-        keys_S: Tensor,
-        *,
-        skip: float,
-        drop: float,
-        droppable: Droppable,
-        num_layers: int,
-        route_top_k: int | None = None,
+        self, keys_S: Tensor, *, skip: float, drop: float, droppable: Droppable, num_layers: int
     ) -> None:
         """Args:
         keys_S: int64 key per segment (:func:`rlcompute.policies.draws.rollout_key`).
@@ -34,10 +27,9 @@ class RandomActions:
         drop: probability that a token leaves, where it may.
         droppable: "all" or "visual"; ``<emb>`` always stays.
         num_layers: layers of the backbone; nothing is dropped in the last.
-        route_top_k: experts that a token runs that neither skips nor leaves; None: all.
         """
         self._keys_S, self._skip, self._drop = keys_S, skip, drop
-        self._droppable, self._last, self._route_top_k = droppable, num_layers - 1, route_top_k
+        self._droppable, self._last = droppable, num_layers - 1
 
     def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
         """One draw per token: below ``drop`` it leaves, in the next ``skip`` of the interval it skips."""
@@ -47,6 +39,4 @@ class RandomActions:
             may_drop_T &= pack.modality_T != TEXT
         drop_T = (draw_T < self._drop) & may_drop_T & (layer != self._last)
         skip_T = (draw_T >= self._drop) & (draw_T < self._drop + self._skip)
-        return Decision(
-            drop_T=drop_T, keep=~skip_T, top_k=self._route_top_k, renormalize=self._route_top_k is not None
-        )
+        return Decision(drop_T=drop_T, keep=~skip_T)

@@ -52,7 +52,6 @@ def save_gates(folder: Path, heads: GateHeads, backbone: dict[str, str], extra: 
         "format_version": FORMAT_VERSION,
         "kind": "route_skip_drop",
         "droppable": heads.droppable,
-        "route_top_k": heads.route_top_k,
         "backbone": backbone,
         **extra,
     }
@@ -74,14 +73,7 @@ def load_gates(folder: str | Path) -> SavedGates:
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         tensors = load_file(folder / TENSORS)
-        heads = GateHeads(
-            tensors["weight"],
-            tensors["mean"],
-            tensors["scale"],
-            config.pop("droppable"),
-            # Gates of the first release ran all the experts that the backbone selects.
-            config.pop("route_top_k", None),
-        )
+        heads = GateHeads(tensors["weight"], tensors["mean"], tensors["scale"], config.pop("droppable"))
         backbone, version, kind = config.pop("backbone"), config.pop("format_version"), config.pop("kind")
         hash_known = isinstance(backbone["hash"], str) and isinstance(backbone["path"], str)
     except (json.JSONDecodeError, SafetensorError, KeyError, TypeError, AttributeError, OSError) as error:

@@ -35,15 +35,12 @@ class GateHeads:
         mean_Nd: what is subtracted from a layer's input.
         scale_N: what it is divided by, one number a layer.
         droppable: which tokens may be dropped; ``<emb>`` never is.
-        route_top_k: experts that ROUTE runs, those of the highest weight with renormalised weights; None runs all
-            that the backbone selects.
     """
 
     weight_N3F: Tensor
     mean_Nd: Tensor
     scale_N: Tensor
     droppable: Droppable
-    route_top_k: int | None = None
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> GateHeads:
         """The same heads elsewhere or in another precision."""
@@ -83,14 +80,10 @@ class GateHeads:
         drop_T = logits_T3[:, DROP].masked_fill(must_stay_T, -math.inf)
         return torch.stack([logits_T3[:, ROUTE], logits_T3[:, SKIP], drop_T], dim=1)
 
-    def decision(self, actions_T: Tensor) -> Decision:
-        """The decision of int64 actions [T]."""
-        return Decision(
-            drop_T=actions_T == DROP,
-            keep=actions_T == ROUTE,
-            top_k=self.route_top_k,
-            renormalize=self.route_top_k is not None,
-        )
+
+def as_decision(actions_T: Tensor) -> Decision:
+    """The decision of int64 actions [T]."""
+    return Decision(drop_T=actions_T == DROP, keep=actions_T == ROUTE)
 
 
 class GreedyGates:
@@ -108,7 +101,7 @@ class GreedyGates:
         """The argmax action of every token."""
         x_Td = x_Td.to(self._weight_N3d.dtype)
         logits_T3 = torch.addmm(self._bias_N3[layer], x_Td, self._weight_N3d[layer].t())
-        return self.heads.decision(self.heads.mask_drop(layer, logits_T3, pack).argmax(dim=1))
+        return as_decision(self.heads.mask_drop(layer, logits_T3, pack).argmax(dim=1))
 
 
 @dataclass(frozen=True)
@@ -186,7 +179,7 @@ class SampledGates:
         may_drop_T = probs_T3[:, DROP] > 0
         actions_T += (draw_T >= probs_T3[:, ROUTE] + probs_T3[:, SKIP]) & may_drop_T
         self._account(layer, features_TF, probs_T3, log_probs_T3, actions_T, may_drop_T, pack)
-        return self.heads.decision(actions_T)
+        return as_decision(actions_T)
 
     def _account(
         self,
@@ -254,7 +247,6 @@ def init_heads(
     drop: float,
     late_skip_bias: float,
     droppable: Droppable,
-    route_top_k: int | None = None,
 ) -> GateHeads:
     """Heads that ignore their input and stay near full compute.
 
@@ -263,11 +255,11 @@ def init_heads(
         skip, drop: initial probabilities of SKIP and DROP.
         late_skip_bias: added to the SKIP logit in the later half of the layers, where routed experts matter
             least.
-        droppable, route_top_k: see :class:`GateHeads`.
+        droppable: which tokens may be dropped.
     """
     num_layers, d = mean_Nd.shape
     weight_N3F = torch.zeros(num_layers, NUM_ACTIONS, d + 1)
     weight_N3F[:, SKIP, -1] = math.log(skip / (1 - skip - drop))
     weight_N3F[:, DROP, -1] = math.log(drop / (1 - skip - drop))
     weight_N3F[num_layers // 2 :, SKIP, -1] += late_skip_bias
-    return GateHeads(weight_N3F, mean_Nd, scale_N, droppable, route_top_k)
+    return GateHeads(weight_N3F, mean_Nd, scale_N, droppable)

@@ -177,9 +177,6 @@ def test_gates_survive_the_disk_and_refuse_another_backbone(tmp_path: Path, head
     saved = load_gates(tmp_path)
     assert torch.equal(saved.heads.weight_N3F, heads.weight_N3F)
     assert saved.heads.droppable == "all" and saved.extra == {"note": 1}
-    assert saved.heads.route_top_k is None
-    save_gates(tmp_path, replace(heads, route_top_k=2), saved.backbone, {})
-    assert load_gates(tmp_path).heads.route_top_k == 2
     check_backbone(saved, tmp_path, "1" * 64, "b")
     with pytest.raises(CheckpointError, match="hash 2222"):
         check_backbone(saved, tmp_path, "2" * 64, "c")

@@ -16,7 +16,8 @@ from rlcompute.kernels.routing_plan import tiles
 from rlcompute.kernels.tile_skip import naive_tile_aware_keep
 from rlcompute.pack import EmbeddedInput, Pack
 from rlcompute.policies.baselines import RandomActions
-from rlcompute.policies.expert_rules import RandomTopK
+from rlcompute.policies.combined import Combined
+from rlcompute.policies.expert_rules import RandomTopK, UniformTopK
 from rlcompute.policies.tile_aware import TileAware
 from tests.inputs import every_modality
 from tests.tiny import write_tiny_checkpoint
@@ -34,16 +35,9 @@ def embedded(backbone: Backbone) -> list[EmbeddedInput]:
     return backbone.embed_inputs(every_modality(backbone.preprocessor))
 
 
-def random_actions(
-    backbone: Backbone, segments: int, drop: float = 0.2, route_top_k: int | None = None
-) -> RandomActions:
+def random_actions(backbone: Backbone, segments: int, drop: float = 0.2) -> RandomActions:
     return RandomActions(
-        torch.arange(segments),
-        skip=0.4,
-        drop=drop,
-        droppable="all",
-        num_layers=backbone.num_layers,
-        route_top_k=route_top_k,
+        torch.arange(segments), skip=0.4, drop=drop, droppable="all", num_layers=backbone.num_layers
     )
 
 
@@ -83,9 +77,9 @@ class Spy:
 def test_decisions_are_rounded_among_the_tokens_that_stay(
     backbone: Backbone, embedded: list[EmbeddedInput], rule: str
 ) -> None:
-    inner: Policy = random_actions(
-        backbone, len(embedded), route_top_k=2 if rule == "actions of two experts" else None
-    )
+    inner: Policy = random_actions(backbone, len(embedded))
+    if rule == "actions of two experts":
+        inner = Combined([inner, UniformTopK(2, backbone.top_k)])
     if rule == "slots":
         inner = RandomTopK(torch.arange(len(embedded)), k=1, top_k=backbone.top_k)
     spy = Spy(inner, backbone.num_experts)
