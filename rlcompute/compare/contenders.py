@@ -166,7 +166,7 @@ class Builder:
         """What makes the policy of one rule for a pack of inputs with the given names."""
         if rule.name in ("random_prune", "random_topk"):
             return self._random_maker(rule, backbone)
-        policy = self._policy(rule.name, rule.values, backbone)
+        policy = self._policy(rule, backbone)
         return lambda names: policy
 
     def _random_maker(self, rule: Rule, backbone: Backbone) -> Make:
@@ -186,40 +186,45 @@ class Builder:
         make([])  # a value that does not fit the backbone is found here, not in the middle of a pass
         return make
 
-    def _policy(self, name: str, values: dict[str, Value] | Any, backbone: Backbone) -> Policy:
-        if name == "full":
-            return Full()
-        if name == "gates":
-            saved = load_gates(str(values["path"]))
-            check_backbone(saved, str(values["path"]), backbone.hash, backbone.path)
-            return GreedyGates(saved.heads.to(device=backbone.device))
-        if name == "beta_prune":
-            return BetaPruning(
-                backbone, layer=values["layer"], keep=values["keep"], average=values["average"]
-            )
-        if name == "attention_prune":
-            return AttentionPruning(
-                backbone, layer=values["layer"], keep=values["keep"], source=values["source"]
-            )
-        if name == "skip_layers":
-            return SkipLayers(
-                backbone, first=values["first"], last=values.get("last", backbone.num_layers - 1)
-            )
-        if name == "beta_skip":
-            return BetaSkip(backbone, share=values["share"])
-        if name in ("otsu_beta", "otsu_logit"):
-            return OtsuSkip(
-                backbone,
-                score="beta" if name == "otsu_beta" else "logit",
-                min_variation=values["min_variation"],
-                cap=values["cap"],
-            )
-        if name == "uniform_topk":
-            return UniformTopK(values["k"], backbone.top_k)
-        if name == "threshold":
-            return ScoreThreshold(tau=values["tau"])
-        assert name == "modes"
-        return Modes(self.calibration.scales_NM, self._modes_thresholds(values["skip"]))
+    def _policy(self, rule: Rule, backbone: Backbone) -> Policy:
+        def whole(key: str, default: int | None = None) -> int:
+            return _whole(rule.values[key] if default is None else rule.values.get(key, default))
+
+        def number(key: str) -> float:
+            return _number(rule.values[key])
+
+        match rule.name:
+            case "full":
+                return Full()
+            case "gates":
+                folder = str(rule.values["path"])
+                saved = load_gates(folder)
+                check_backbone(saved, folder, backbone.hash, backbone.path)
+                return GreedyGates(saved.heads.to(device=backbone.device))
+            case "beta_prune":
+                average: Any = rule.values["average"]
+                return BetaPruning(backbone, layer=whole("layer"), keep=number("keep"), average=average)
+            case "attention_prune":
+                source: Any = rule.values["source"]
+                return AttentionPruning(backbone, layer=whole("layer"), keep=number("keep"), source=source)
+            case "skip_layers":
+                return SkipLayers(backbone, first=whole("first"), last=whole("last", backbone.num_layers - 1))
+            case "beta_skip":
+                return BetaSkip(backbone, share=number("share"))
+            case "otsu_beta" | "otsu_logit":
+                return OtsuSkip(
+                    backbone,
+                    score="beta" if rule.name == "otsu_beta" else "logit",
+                    min_variation=number("min_variation"),
+                    cap=number("cap"),
+                )
+            case "uniform_topk":
+                return UniformTopK(whole("k"), backbone.top_k)
+            case "threshold":
+                return ScoreThreshold(tau=number("tau"))
+            case "modes":
+                return Modes(self.calibration.scales_NM, self._modes_thresholds(number("skip")))
+        raise AssertionError(rule.name)
 
 
 def _whole(value: Value) -> int:
