@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rlcompute.policies.rules import PolicySpec
@@ -39,7 +39,10 @@ class OutOfReach:
 
 
 class KnobSolver:
-    """Solves one policy for any number of budgets; what was evaluated for one budget narrows the next."""
+    """Solves one policy for any number of budgets.
+
+    No setting is evaluated twice, and the setting found for a budget does not depend on what was solved before it.
+    """
 
     def __init__(self, spec: PolicySpec, evaluate: Evaluate) -> None:
         """Args:
@@ -57,40 +60,45 @@ class KnobSolver:
 
         A knob that works in jumps is set to the value whose saving is nearest.
         """
-        least, most = self._at(self._weakest), self._at(self._strongest)
+        saved = {value: self._at(value) for value in (self._weakest, self._strongest)}
+        least, most = saved.values()
         if not least - TOLERANCE <= budget <= most + TOLERANCE:
             return OutOfReach(min(least, most), max(least, most))
         for step in range(_MOST_STEPS):
-            if abs(self._saved[self._nearest(budget)] - budget) <= TOLERANCE:
+            if abs(saved[_nearest(saved, budget)] - budget) <= TOLERANCE:
                 break
             # Every third step halves the bracket, so that a knob that works in jumps is found as well.
-            value = self._between(*self._bracket(budget), budget, halve=step % 3 == 2)
-            if value in self._saved:
+            value = _between(saved, self._bracket(saved, budget), budget, halve=step % 3 == 2)
+            if value in saved:
                 break
-            self._at(value)
-        best = self._nearest(budget)
-        return Solution(best, self._saved[best])
-
-    def _nearest(self, budget: float) -> float:
-        return min(self._saved, key=lambda value: abs(self._saved[value] - budget))
+            saved[value] = self._at(value)
+        best = _nearest(saved, budget)
+        return Solution(best, saved[best])
 
     def _at(self, value: float) -> float:
         if value not in self._saved:
             self._saved[value] = self._evaluate(self._spec.with_free(value))
         return self._saved[value]
 
-    def _bracket(self, budget: float) -> tuple[float, float]:
+    def _bracket(self, saved: Mapping[float, float], budget: float) -> tuple[float, float]:
         """The strongest setting that saves less than the budget, and the next stronger one that was evaluated."""
-        order = sorted(self._saved, reverse=self._strongest < self._weakest)
-        below = max(place for place, value in enumerate(order) if self._saved[value] < budget)
+        order = sorted(saved, reverse=self._strongest < self._weakest)
+        below = max(place for place, value in enumerate(order) if saved[value] < budget)
         return order[below], order[below + 1]
 
-    def _between(self, below: float, above: float, budget: float, *, halve: bool) -> float:
-        """Regula falsi, or the middle."""
-        span = self._saved[above] - self._saved[below]
-        part = 0.5 if halve else (budget - self._saved[below]) / span
-        part = min(1.0 - _GUARD, max(_GUARD, part))
-        return rounded(below + part * (above - below))
+
+def _nearest(saved: Mapping[float, float], budget: float) -> float:
+    return min(saved, key=lambda value: abs(saved[value] - budget))
+
+
+def _between(
+    saved: Mapping[float, float], bracket: tuple[float, float], budget: float, *, halve: bool
+) -> float:
+    """Regula falsi, or the middle."""
+    below, above = bracket
+    part = 0.5 if halve else (budget - saved[below]) / (saved[above] - saved[below])
+    part = min(1.0 - _GUARD, max(_GUARD, part))
+    return rounded(below + part * (above - below))
 
 
 def rounded(value: float) -> float:

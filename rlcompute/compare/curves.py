@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rlcompute.compare.leads import reaches
@@ -18,7 +19,7 @@ from rlcompute.compare.pictures import (
 )
 from rlcompute.compare.points import Point
 from rlcompute.plots import Picture
-from rlcompute.policies.rules import parse
+from rlcompute.policies.rules import LEARNED, PolicySpec, parse
 
 CURVES_FILE, RATES_FILE = "budget_curves.png", "firing_rates.png"
 
@@ -53,13 +54,21 @@ def _curve_point(point: Point, entry: dict[str, Any], full: Point) -> CurvePoint
     assert panel is not None
     return CurvePoint(
         panel=panel,
-        policy=point.spec if point.learned else line_name(spec),
+        policy=_learned_name(spec) if point.learned else line_name(spec),
         saved_percent=100.0 * point.lm_saved,
         recall=point.recall_at_1,
         low=full.recall_at_1 + low,
         high=full.recall_at_1 + high,
         experts=point.num_experts if panel == EXPERTS else None,
         joined=not point.learned,
+    )
+
+
+def _learned_name(spec: PolicySpec) -> str:
+    """Name of the line, with the folder that tells one group of gates from another."""
+    paths = (Path(str(rule.values["path"])) for rule in spec.rules if rule.name in LEARNED)
+    return " ".join(
+        [line_name(spec), *(path.parent.name if path.name == "export" else path.name for path in paths)]
     )
 
 
@@ -83,4 +92,6 @@ def _rated(points: Sequence[Point], budgets: Sequence[float]) -> list[Point]:
 
 def _rate_curves(point: Point) -> list[RateCurve]:
     rates = zip(point.modalities, point.drop_rate_NG.T, point.skip_rate_NG.T, strict=True)
-    return [RateCurve(point.resolved, modality, drop_N, skip_N) for modality, drop_N, skip_N in rates]
+    spec = parse(point.resolved)
+    name = _learned_name(spec) if point.learned else point.resolved
+    return [RateCurve(name, modality, drop_N, skip_N) for modality, drop_N, skip_N in rates]

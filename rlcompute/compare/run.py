@@ -171,11 +171,11 @@ class Comparison:
             "kind": kind,
             "policy": written(spec),
             "depends_on": self._builder.fingerprint(spec),
-            **self._setting,
+            **self.setting,
         }
 
     @cached_property
-    def _setting(self) -> dict[str, Any]:
+    def setting(self) -> dict[str, Any]:
         """What all measurements of this configuration depend on."""
         config = self._config
         device, dtype, forced = config.backbone.device, config.backbone.dtype, config.kernels.forced
