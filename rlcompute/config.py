@@ -259,7 +259,7 @@ class CalibrationConfig(Section):
         0, ge=0, description="Ray Data workers that run the sample; 0 runs it in this process (processes)."
     )
     modes_grid: int = Field(
-        24, ge=2, description="Candidate thresholds of MoDES for each token modality (values)."
+        8, ge=2, description="Candidate thresholds of MoDES for each token modality (values)."
     )
 
 

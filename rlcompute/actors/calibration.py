@@ -10,21 +10,23 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import ray
 import ray.data
 import torch
 from ray.data import ActorPoolStrategy, DataContext
 from ray.exceptions import RayError
+from safetensors.torch import load, save
 
 from rlcompute.actors.cluster import ray_session
 from rlcompute.config import Config
 from rlcompute.data import Pair
 from rlcompute.errors import StageTimeoutError, WorkerError
+from rlcompute.policies.expert_statistics import ExpertStatistics
 from rlcompute.policy_calibration import BatchResult, load_configured, measure_batch
 from rlcompute.progress import ProgressReporter
 
 STAGE = "calibration"
+LOSSES = "losses_NM"
 _Row = dict[str, Any]
 
 
@@ -47,7 +49,6 @@ def measure_batches(config: Config, batches: Sequence[Sequence[Pair]]) -> list[B
         return _collect(config, batches)
 
 
-@ray.remote(num_cpus=0, max_retries=0)
 def _run(config: Config, batches: list[list[Pair]]) -> Iterator[_Row]:
     """Yields results as they come.
 
@@ -70,6 +71,9 @@ def _run(config: Config, batches: list[list[Pair]]) -> Iterator[_Row]:
     yield from dataset.iter_rows()
 
 
+_run_remotely: Any = ray.remote(num_cpus=0, max_retries=0)(_run)
+
+
 class _Worker:
     """Measures batches with a backbone of its own."""
 
@@ -78,10 +82,13 @@ class _Worker:
         self._backbone = load_configured(config)
 
     def __call__(self, rows: _Row) -> _Row:
-        results = np.empty(len(rows["pairs"]), dtype=object)
-        for place, pairs in enumerate(rows["pairs"]):
-            results[place] = measure_batch(self._backbone, list(pairs))
-        return {"number": rows["number"], "result": results}
+        results = [measure_batch(self._backbone, list(pairs)) for pairs in rows["pairs"]]
+        # Bytes and strings are columns that Arrow knows.
+        return {
+            "number": rows["number"],
+            "tensors": [save({LOSSES: x.losses_NM, **x.statistics.tensors()}) for x in results],
+            "modalities": [",".join(x.statistics.modalities) for x in results],
+        }
 
 
 def _with_workers(config: Config) -> Config:
@@ -95,7 +102,7 @@ def _collect(config: Config, batches: Sequence[Sequence[Pair]]) -> list[BatchRes
     """Results in the order of the batches, as long as one comes at least every ``ray.stage_timeout_s`` seconds."""
     timeout_s = config.ray.stage_timeout_s
     results: dict[int, BatchResult] = {}
-    running = _run.remote(config, [list(batch) for batch in batches])
+    running = _run_remotely.remote(config, [list(batch) for batch in batches])
     try:
         with ProgressReporter("calibrating", sum(map(len, batches)), unit="pair") as progress:
             while len(results) < len(batches):
@@ -106,7 +113,9 @@ def _collect(config: Config, batches: Sequence[Sequence[Pair]]) -> list[BatchRes
                         "ray.stage_timeout_s; otherwise see Ray's worker logs"
                     )
                 row = ray.get(next(running))
-                results[row["number"]] = row["result"]
+                tensors = load(row["tensors"])
+                statistics = ExpertStatistics.from_tensors(row["modalities"].split(","), tensors)
+                results[row["number"]] = BatchResult(tensors[LOSSES], statistics)
                 progress.advance(len(batches[row["number"]]))
     except RayError as error:
         raise WorkerError(f"stage {STAGE!r}: a calibration worker raised:\n{error}") from error
