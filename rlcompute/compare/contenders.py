@@ -124,11 +124,11 @@ class Builder:
             elif rule.name == "checkpoint":
                 found["checkpoint"] = checkpoint_hash(resolve_path(str(rule.values["path"])))
             elif rule.name in ("prune_experts", "modes"):
-                settings = self._config.calibration
+                settings, data = self._config.calibration, self._config.data
                 found["calibration"] = [
                     self._config.run.seed,
                     settings.pairs_per_modality,
-                    _digest(Path(self._config.data.train)),
+                    *(_digest(Path(data.train)), data.pairs_per_task, data.max_tokens, data.on_bad_row),
                     *([settings.modes_grid] if rule.name == "modes" else []),
                 ]
             elif rule.name in ("random_prune", "random_topk"):

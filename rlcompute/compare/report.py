@@ -34,17 +34,28 @@ import numpy as np
 from rlcompute.compare import curves, tables
 from rlcompute.compare.leads import Lead, leads, paired
 from rlcompute.compare.points import FloatArray, Missed, Point
+from rlcompute.compare.strength_pictures import (
+    strength_and_attention,
+    strength_by_layer,
+    strength_stability,
+)
+from rlcompute.compare.strength_study import StrengthStudy
 from rlcompute.config import Config
 from rlcompute.evaluation_report import print_wide, write_json
 from rlcompute.held_out import suite_name
 from rlcompute.metrics import bootstrap_interval
 from rlcompute.plots import write_png
 
-RESULT_FILE, TEXT_FILE = "compare.json", "compare.md"
+RESULT_FILE, TEXT_FILE, STRENGTH_FILE = "compare.json", "compare.md", "strength.json"
 
 
 def publish(
-    config: Config, backbone: str, points: Sequence[Point], missed: Sequence[Missed], out: Path
+    config: Config,
+    backbone: str,
+    points: Sequence[Point],
+    missed: Sequence[Missed],
+    strength: StrengthStudy | None,
+    out: Path,
 ) -> dict[str, Any]:
     """Writes the files into ``out``, which is made if it is missing, and prints the tables.
 
@@ -53,6 +64,7 @@ def publish(
         backbone: what was measured, in words.
         points: full compute first.
         missed: policies that do not reach a budget.
+        strength: write strength against attention, for ``strength.json`` and its pictures; None leaves them out.
         out: the folder.
 
     Returns:
@@ -60,7 +72,15 @@ def publish(
     """
     content = report(config, backbone, points, missed)
     pictures = curves.pictures(points, content["points"], config.compare.budgets, content["suite"])
+    if strength is not None:
+        pictures |= {
+            "strength_and_attention.png": strength_and_attention(strength),
+            "strength_by_layer.png": strength_by_layer(strength),
+            "strength_stability.png": strength_stability(strength),
+        }
     out.mkdir(parents=True, exist_ok=True)
+    if strength is not None:
+        write_json(out / STRENGTH_FILE, strength.values)
     for name, picture in pictures.items():
         write_png(out / name, picture)
     (out / TEXT_FILE).write_text(tables.markdown(content, list(pictures)), encoding="utf-8")

@@ -29,7 +29,8 @@ from rlcompute.compare.budget import KnobSolver, OutOfReach, Solution
 from rlcompute.compare.cache import Cache, Entry
 from rlcompute.compare.contenders import Builder, expand
 from rlcompute.compare.points import FULL, Missed, Point, from_entry, to_entry
-from rlcompute.compare.suite import ROUNDS, SOLVER_INPUTS, UNPRUNED, Suite
+from rlcompute.compare.strength_study import StrengthStudy
+from rlcompute.compare.suite import ROUNDS, SOLVER_INPUTS, STUDY_PAIRS, UNPRUNED, Suite
 from rlcompute.config import Config
 from rlcompute.errors import ConfigError, DataError
 from rlcompute.kernels import registry
@@ -54,7 +55,7 @@ def run(config: Config, out: Path) -> dict[str, Any]:
     comparison = Comparison(config)
     policies = [FULL, *(text for text in settings.policies if text != FULL)]
     found, missed = comparison.collect(policies, settings.budgets)
-    return report.publish(config, comparison.backbone_name, found, missed, out)
+    return report.publish(config, comparison.backbone_name, found, missed, comparison.strength, out)
 
 
 def points(config: Config, specs: Sequence[str], budgets: Sequence[float]) -> list[Point]:
@@ -129,6 +130,18 @@ class Comparison:
     def full(self) -> Point:
         """Full compute of the unpruned backbone."""
         return self._fixed(parse(FULL))
+
+    @cached_property
+    def strength(self) -> StrengthStudy | None:
+        """Write strength against attention, from the cache or measured now; None where there is nothing to compare."""
+        key = {"kind": "strength", "pairs": STUDY_PAIRS, **self.setting}
+        entry = self._cache.load(key)
+        if entry is None:
+            found = self._suite.study()
+            entry = Entry({"study": None if found is None else found.values}, {})
+            self._cache.store(key, entry)
+        values = entry.values["study"]
+        return None if values is None else StrengthStudy.from_values(values)
 
     def _result(self, task: _Task) -> Point | Missed:
         if task.budget is None:

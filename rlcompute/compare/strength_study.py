@@ -8,12 +8,9 @@ and across the frames of a video. All figures are means over inputs of what is m
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +24,6 @@ from rlcompute.metrics import bootstrap_interval
 from rlcompute.pack import TEXT, VIDEO, EmbeddedInput
 from rlcompute.progress import ProgressReporter
 
-FORMAT = 1
 ALL_KINDS = "mean"
 """The kind of figures that are means over the kinds of inputs, each kind alike."""
 _RESAMPLES = 1000
@@ -89,37 +85,21 @@ class StrengthStudy:
         """One figure; None if no input of the sample has such tokens, or no layer such a map."""
         return self._by_key.get((Measure(name, signal, tokens, layers), kind))
 
-    def save(self, path: Path) -> None:
-        """Write JSON, all or nothing."""
-        content = {"format": FORMAT, **asdict(self)}
-        part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps(content, indent=1, allow_nan=False), encoding="utf-8")
-        os.replace(part, path)
+    @property
+    def values(self) -> dict[str, Any]:
+        """JSON values; :meth:`from_values` reads them."""
+        return asdict(self)
 
     @classmethod
-    def load(cls, path: Path) -> StrengthStudy:
-        """Read what :meth:`save` wrote.
-
-        Raises:
-            DataError: the file is missing, damaged, or of another format.
-        """
-        try:
-            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            if content["format"] != FORMAT:
-                raise ValueError(f"format {content['format']}, not {FORMAT}")
-            return cls(
-                backbone_hash=content["backbone_hash"],
-                strength_layers=tuple(content["strength_layers"]),
-                attention_layers=tuple(content["attention_layers"]),
-                inputs=content["inputs"],
-                figures=tuple(Figure(**{**x, "layers": tuple(x["layers"])}) for x in content["figures"]),
-            )
-        except FileNotFoundError:
-            raise DataError(f"{path}: no such file: run the study first") from None
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{path}: no study of write strength ({error!r}): delete it, run again"
-            ) from error
+    def from_values(cls, values: Mapping[str, Any]) -> StrengthStudy:
+        """The study that :attr:`values` were taken from, before or after a way through JSON."""
+        return cls(
+            backbone_hash=values["backbone_hash"],
+            strength_layers=tuple(values["strength_layers"]),
+            attention_layers=tuple(values["attention_layers"]),
+            inputs=values["inputs"],
+            figures=tuple(Figure(**{**x, "layers": tuple(x["layers"])}) for x in values["figures"]),
+        )
 
 
 def study(

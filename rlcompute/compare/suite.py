@@ -21,6 +21,7 @@ import torch
 from rlcompute.backbones.base import Backbone
 from rlcompute.compare.contenders import Prepared
 from rlcompute.compare.points import FULL, Point
+from rlcompute.compare.strength_study import StrengthStudy, study
 from rlcompute.config import Config
 from rlcompute.data.schema import Pair
 from rlcompute.decision import Full
@@ -36,6 +37,8 @@ SOLVER_INPUTS = 96
 """Inputs on which knobs are solved, spread over modalities, sides and lengths."""
 ROUNDS = 6
 """Timed rounds of a policy against full compute."""
+STUDY_PAIRS = 48
+"""Pairs of each modality in whose tokens write strength is held against attention."""
 UNPRUNED = ""
 """Name of the inputs that the unpruned backbone embeds."""
 
@@ -161,6 +164,21 @@ class Suite:
             speedup_high=speed.high,
             inputs_per_second=speed.inputs_per_second,
         )
+
+    def study(self) -> StrengthStudy | None:
+        """Write strength against attention on both sides of the first pairs of each modality.
+
+        None if the backbone does not have both kinds of layer.
+        """
+        kinds = {layer.is_attention for layer in self._backbone.layers}
+        if kinds != {False, True}:
+            return None
+        sample = {modality: group[:STUDY_PAIRS] for modality, group in self.pairs.items()}
+        size = self._config.evaluation.batch_size
+        items = items_of([pair for group in sample.values() for pair in group])
+        inputs = [one for _, batch in InputBatches(self._backbone, items, size) for one in batch]
+        groups = [modality for modality, group in sample.items() for _ in group] * 2
+        return study(self._backbone, inputs, groups, batch_size=size)
 
     def saving(self, prepared: Prepared, source: str) -> float:
         """Share of the language model's executed FLOPs that a policy saves over all inputs, from a sample of them.
