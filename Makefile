@@ -7,7 +7,8 @@ RUN := runs/quickstart
 DEMO := data/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart data train evaluate export compare claims compare-final figures bench test test-fast lint format docs demo-model
+.PHONY: help setup quickstart data train evaluate export compare compare-final claims figures bench test test-fast \
+  lint format docs demo-model
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -42,6 +43,15 @@ $(RUN)/.exported: $(RUN)/.evaluated
 
 compare: $(RUN)/.exported ## The quick start's gates against rules that need no training (under 20 minutes)
 	$(BIN)/rlcompute compare --config configs/compare_demo.yaml
+
+compare-final: setup ## Gates of three seeds at three savings against the best rules, final pool (about two hours)
+	$(BIN)/rlcompute data demo --out data/demo_full --train 1000 --test 2000 --final 2000
+	for saved in 45 55 65; do for seed in 0 1 2; do \
+	  run=demo$${saved}_seed$$seed; test -d runs/$$run/export || \
+	  $(BIN)/rlcompute train --config configs/demo_full.yaml run.name=$$run run.seed=$$seed \
+	    reward.target_flops_saved=0.$$saved grpo.iterations=300 || exit 1; \
+	done; done
+	$(BIN)/rlcompute compare --config configs/compare_final.yaml
 
 claims: $(RUN)/.exported ## Published claims about adaptive computation, checked on the demo
 	$(BIN)/rlcompute claims --config configs/compare_demo.yaml
