@@ -5,6 +5,7 @@ Shape legend: P queries of one modality.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -193,10 +194,13 @@ def speedup(name: str, point: Point) -> Figure:
 
 
 def conversion(name: str, point: Point) -> Figure:
-    """Share of the clock saved over the share of executed FLOPs saved, vision tower included in both."""
+    """Share of the clock saved over the share of executed FLOPs saved, vision tower included in both.
+
+    Not defined where no FLOPs are saved.
+    """
     saved = point.executed_saved
     value, low, high = (
-        100.0 * (1.0 - 1.0 / ratio) / saved
+        100.0 * (1.0 - 1.0 / ratio) / saved if saved > 0.0 else math.nan
         for ratio in (point.speedup, point.speedup_low, point.speedup_high)
     )
     return Figure(f"conversion of {name}", value, low, high, "%")
