@@ -19,7 +19,7 @@ def knob_of(spec: PolicySpec) -> float:
 
 @settings(deadline=None)
 @given(
-    power=st.floats(0.2, 5.0),
+    power=st.floats(0.5, 5.0),
     least=st.floats(0.0, 0.3),
     most=st.floats(0.5, 1.0),
     budget=st.floats(0.0, 1.0),
