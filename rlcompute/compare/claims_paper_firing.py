@@ -10,7 +10,7 @@ from functools import reduce
 
 from rlcompute.compare.claims_evidence import Evidence, Scale, with_gates
 from rlcompute.compare.claims_firing import DECIDED, DROPPED, KINDS, RUN, SLOTS, Firing
-from rlcompute.compare.claims_model import Claim, Figure, Finding, above, at_most
+from rlcompute.compare.claims_model import Claim, Figure, Finding, above, all_of, at_most
 from rlcompute.metrics import FloatArray
 
 _TEXT, _IMAGE, _VIDEO, _VISDOC, _EMB = range(len(KINDS))
@@ -67,18 +67,22 @@ def where_policies_fire(scale: Scale) -> list[Claim]:
 
     def pictures_first(evidence: Evidence) -> Finding:
         firing = _gates_firing(evidence)
-        gap = _ask(
-            evidence,
-            firing,
-            f"dropped in the first {first.stop} layers: image and video tokens − text and document tokens",
-            lambda x: _drop_rate(x, first, (_IMAGE, _VIDEO)) - _drop_rate(x, first, (_TEXT, _VISDOC)),
-        )
+
+        def gap(kind: int) -> Figure:
+            return _ask(
+                evidence,
+                firing,
+                f"dropped in the first {first.stop} layers: image and video tokens − {KINDS[kind]} tokens",
+                lambda x: _drop_rate(x, first, (_IMAGE, _VIDEO)) - _drop_rate(x, first, (kind,)),
+            )
+
+        gaps = [gap(kind) for kind in (_TEXT, _VISDOC)]
 
         def dropped(kind: int) -> Figure:
             return _ask(evidence, firing, f"{KINDS[kind]} tokens", lambda x: _drop_rate(x, first, (kind,)))
 
         each = [dropped(kind) for kind in range(_EMB)]
-        return Finding(above(gap), (gap, *each))
+        return Finding(all_of(*map(above, gaps)), (*gaps, *each))
 
     def last_layer(evidence: Evidence) -> Finding:
         firing = _gates_firing(evidence)
@@ -128,14 +132,15 @@ def where_policies_fire(scale: Scale) -> list[Claim]:
             "Image and video tokens are dropped at once, documents and text are kept longer.",
             "prune rates of Fig. 9, §5.3",
             "share of tokens dropped in the first quarter of the layers, by kind",
-            "agrees if the mean of image and video is above that of text and documents",
+            "agrees if the mean of image and video is above that of text, and above that of documents",
             with_gates(pictures_first),
         ),
         Claim(
             "last_layer_keeps_experts",
             "Expert skipping is near zero in the last layer, which makes the embedding.",
             "skip rates of Fig. 9, §5.3",
-            "experts skipped by <emb> in the last layer, where it is the only token, by all gates",
+            "experts skipped by <emb> in the last layer, where it is the only token, by all gates; training here starts "
+            "from a bias for skipping in the later half of the layers (policy.late_skip_bias), unless configured otherwise",
             "agrees if at most 5 % are",
             with_gates(last_layer),
         ),
