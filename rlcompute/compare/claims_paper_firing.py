@@ -139,8 +139,8 @@ def where_policies_fire(scale: Scale) -> list[Claim]:
             "last_layer_keeps_experts",
             "Expert skipping is near zero in the last layer, which makes the embedding.",
             "skip rates of Fig. 9, §5.3",
-            "experts skipped by <emb> in the last layer, where it is the only token, by all gates; training here starts "
-            "from a bias for skipping in the later half of the layers (policy.late_skip_bias), unless configured otherwise",
+            "experts skipped by <emb> in the last layer, where it is the only token, by all gates; training here "
+            "starts with a bias for skipping in the later half (policy.late_skip_bias), unless configured otherwise",
             "agrees if at most 5 % are",
             with_gates(last_layer),
         ),
