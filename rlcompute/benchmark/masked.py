@@ -122,9 +122,13 @@ def encode_masked(backbone: Backbone, hidden_Td: Tensor, pack: Pack, policy: Pol
             decision = policy.decide(index, x_Td, signals, pack)
             ids_Tk, weights_Tk = signals.expert_ids_Tk, signals.weights_Tk
             if decision.top_k is not None:
-                weights_Tk = weights_Tk * (torch.arange(ids_Tk.shape[1], device=ids_Tk.device) < decision.top_k)
+                weights_Tk = weights_Tk * (
+                    torch.arange(ids_Tk.shape[1], device=ids_Tk.device) < decision.top_k
+                )
             if decision.keep is not None:
-                weights_Tk = weights_Tk * (decision.keep if decision.keep.ndim == 2 else decision.keep[:, None])
+                weights_Tk = weights_Tk * (
+                    decision.keep if decision.keep.ndim == 2 else decision.keep[:, None]
+                )
             if decision.renormalize:
                 weights_Tk = weights_Tk / weights_Tk.sum(dim=-1, keepdim=True)
             plan = own.routing_plan(ids_Tk, None, backbone.num_experts)

@@ -14,7 +14,6 @@ from typing import Any
 
 from rich.console import Group
 
-from rlcompute.backbones.base import Backbone
 from rlcompute.compare import claims_report
 from rlcompute.compare.claims_evidence import Evidence, Scale
 from rlcompute.compare.claims_laboratory import PairLaboratory
@@ -23,28 +22,12 @@ from rlcompute.compare.claims_paper import RULES_AT_A_BUDGET, claims
 from rlcompute.compare.claims_report import Result
 from rlcompute.compare.run import Comparison
 from rlcompute.config import Config
-from rlcompute.data.schema import Pair
+from rlcompute.errors import ConfigError
 from rlcompute.evaluation_report import print_wide
 from rlcompute.held_out import suite_name
 from rlcompute.policies.rules import parse
 
 logger = logging.getLogger(__name__)
-
-
-class _Comparison(Comparison):
-    """The comparison, with a laboratory that shares its backbone, policies and pairs."""
-
-    @property
-    def backbone(self) -> Backbone:
-        return self._backbone
-
-    @property
-    def pairs(self) -> dict[str, list[Pair]]:
-        return self._suite.pairs
-
-    @property
-    def laboratory(self) -> PairLaboratory:
-        return PairLaboratory(self._config, self._backbone, self._builder, self._suite.pairs)
 
 
 def run(config: Config, out: Path) -> dict[str, Any]:
@@ -65,12 +48,18 @@ def run(config: Config, out: Path) -> dict[str, Any]:
         CheckpointError: backbone or gates cannot be loaded, or do not belong together.
         DataError: pairs cannot be used, or a cache entry is damaged.
     """
-    comparison = _Comparison(config)
-    backbone, pairs = comparison.backbone, comparison.pairs
+    comparison = Comparison(config)
+    backbone, pairs = comparison.backbone, comparison.suite.pairs
+    if comparison.strength is None:
+        raise ConfigError(
+            f"{backbone.path} ({backbone.family}): the claims hold write strength against attention, so they need a "
+            "backbone with Gated DeltaNet and attention layers"
+        )
+    laboratory = PairLaboratory(config, backbone, comparison.builder, pairs, comparison.strength)
     evidence = Evidence(
         Scale(backbone.num_layers, backbone.num_experts, backbone.top_k),
         lambda policies, budgets: comparison.collect(policies, budgets)[0],
-        comparison.laboratory,
+        laboratory,
         learned=[text for text in config.compare.policies if parse(text).learned],
         free=free_rules(config.compare.policies),
         samples=config.evaluation.bootstrap_samples,

@@ -23,7 +23,7 @@ from rlcompute.benchmark.variants import check_agreement
 from rlcompute.compare.claims_firing import Firing, firing
 from rlcompute.compare.claims_model import Figure
 from rlcompute.compare.contenders import Builder
-from rlcompute.compare.strength_study import StrengthStudy, study
+from rlcompute.compare.strength_study import StrengthStudy
 from rlcompute.config import Config
 from rlcompute.data.schema import Pair
 from rlcompute.decision import Decision, Full, Policy, Signals
@@ -70,14 +70,21 @@ class PairLaboratory:
     """Measures on the held-out pairs; each thing once, when it is first asked for."""
 
     def __init__(
-        self, config: Config, backbone: Backbone, builder: Builder, pairs: Mapping[str, Sequence[Pair]]
+        self,
+        config: Config,
+        backbone: Backbone,
+        builder: Builder,
+        pairs: Mapping[str, Sequence[Pair]],
+        strength: StrengthStudy,
     ) -> None:
         """Args:
         config: for batch size and galleries.
         backbone: the unpruned one.
         builder: of the policies.
         pairs: the held-out pairs by modality.
+        strength: write strength against attention under full compute.
         """
+        self.strength = strength
         self._config, self._backbone, self._builder = config, backbone, builder
         self._pairs = {modality: list(group) for modality, group in pairs.items()}
         self._firing: dict[str, Firing] = {}
@@ -92,12 +99,6 @@ class PairLaboratory:
         """The sample's inputs."""
         sample = [pair for group in self._pairs.values() for pair in group[:SAMPLE_PAIRS]]
         return list(InputBatches(self._backbone, items_of(sample), self._config.evaluation.batch_size))
-
-    @cached_property
-    def strength(self) -> StrengthStudy:
-        """Write strength against attention under full compute."""
-        inputs = [one for _, batch in self._batches for one in batch]
-        return study(self._backbone, inputs, self._groups * 2, batch_size=self._config.evaluation.batch_size)
 
     def firing(self, policy: str) -> Firing:
         """Where a policy on the unpruned backbone drops and skips."""

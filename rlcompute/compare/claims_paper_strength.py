@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from rlcompute.compare.claims_evidence import Evidence
-from rlcompute.compare.claims_model import Claim, Figure, Finding, above, all_of, at_least, inside
+from rlcompute.compare.claims_model import Claim, Figure, Finding, above, all_of, at_least, at_most
 from rlcompute.compare.strength_measures import Name, Signal, Tokens
 from rlcompute.compare.strength_study import ALL_KINDS, StrengthStudy
 
@@ -89,7 +89,7 @@ def _emb(evidence: Evidence) -> Finding:
     mean = _figure(study, "spearman", "emb_attention", "all")
     each = [_figure(study, "spearman", "emb_attention", "all", kind=kind) for kind in study.inputs]
     pearson = _figure(study, "pearson", "emb_attention", "all")
-    return Finding(inside(mean, 0.1, 0.6), (mean, *each, pearson))
+    return Finding(at_most(mean, 0.5), (mean, *each, pearson))
 
 
 def _profile(evidence: Evidence) -> Finding:
@@ -160,7 +160,7 @@ def write_strength() -> list[Claim]:
             "β agrees only weakly with what <emb> attends to: it is a signal of its own.",
             "Spearman and Pearson 0.19–0.42 by modality (Fig. 10)",
             "Spearman of β with <emb> attention in the next layer, within inputs",
-            "agrees if the mean lies between 0.1 and 0.6",
+            "agrees if the interval of the mean lies below 0.5 (0.6 at first, which is not weak)",
             _emb,
         ),
         Claim(

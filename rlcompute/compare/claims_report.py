@@ -18,7 +18,8 @@ from rlcompute.compare.claims_model import Claim, Figure, Finding
 VERDICTS = ("agrees", "disagrees", "undecided")
 _COLOURS = {"agrees": "green", "disagrees": "red", "undecided": "yellow"}
 READ_WITH_CARE = (
-    "A verdict is that of the rule beside the claim, which was fixed before anything was measured. Differences of "
+    "A verdict is that of the rule beside the claim. The rules were written before anything was measured; two of them, "
+    "on what is dropped first and on attention from <emb>, were made stricter after a first look. Differences of "
     "recall@1 are paired, query by query, with a 95 % bootstrap interval of the mean over modalities; clocks are "
     "interleaved, and their interval is that of the rounds. With this many claims one or two intervals miss by chance.",
     "The paper measures models of 35 and 122 billion parameters on two large benchmarks. A small backbone on an easy "

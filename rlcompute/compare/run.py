@@ -137,7 +137,7 @@ class Comparison:
         key = {"kind": "strength", "pairs": STUDY_PAIRS, **self.setting}
         entry = self._cache.load(key)
         if entry is None:
-            found = self._suite.study()
+            found = self.suite.study()
             entry = Entry({"study": None if found is None else found.values}, {})
             self._cache.store(key, entry)
         values = entry.values["study"]
@@ -160,7 +160,7 @@ class Comparison:
         if entry is not None:
             return from_entry(entry)
         full = None if spec.text == FULL else self.full
-        point = self._suite.point(written(spec), self._builder.build(spec), _source(spec), full)
+        point = self.suite.point(written(spec), self.builder.build(spec), _source(spec), full)
         self._cache.store(key, to_entry(point))
         self._measured += 1
         return point
@@ -176,14 +176,14 @@ class Comparison:
         return Solution(**entry.values) if "knob" in entry.values else OutOfReach(**entry.values)
 
     def _saving(self, spec: PolicySpec) -> float:
-        return self._suite.saving(self._builder.build(spec), _source(spec))
+        return self.suite.saving(self.builder.build(spec), _source(spec))
 
     def _key(self, kind: str, spec: PolicySpec) -> dict[str, Any]:
         """Everything that a measurement depends on."""
         return {
             "kind": kind,
             "policy": written(spec),
-            "depends_on": self._builder.fingerprint(spec),
+            "depends_on": self.builder.fingerprint(spec),
             **self.setting,
         }
 
@@ -212,19 +212,22 @@ class Comparison:
         return checkpoint_hash(resolve_path(self._config.backbone.path))
 
     @cached_property
-    def _backbone(self) -> Backbone:
+    def backbone(self) -> Backbone:
+        """The unpruned backbone."""
         return load_configured(self._config)
 
     @cached_property
-    def _builder(self) -> Builder:
-        calibrator = PolicyCalibrator(self._config, self._backbone)
+    def builder(self) -> Builder:
+        """What makes policies of texts."""
+        calibrator = PolicyCalibrator(self._config, self.backbone)
         return Builder(
-            self._config, self._backbone, lambda: calibrator.calibration, calibrator.modes_thresholds
+            self._config, self.backbone, lambda: calibrator.calibration, calibrator.modes_thresholds
         )
 
     @cached_property
-    def _suite(self) -> Suite:
-        return Suite(self._config, self._backbone)
+    def suite(self) -> Suite:
+        """The held-out inputs."""
+        return Suite(self._config, self.backbone)
 
 
 def _tasks(texts: Sequence[str], budgets: Sequence[float]) -> list[_Task]:

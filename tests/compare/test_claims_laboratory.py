@@ -14,6 +14,7 @@ from rlcompute.compare import claims_laboratory
 from rlcompute.compare.claims_firing import RUN, SLOTS
 from rlcompute.compare.claims_laboratory import PairLaboratory
 from rlcompute.compare.contenders import Builder
+from rlcompute.compare.suite import Suite
 from rlcompute.encoder import encode
 from rlcompute.held_out import items_of, read_sample
 from rlcompute.passes import InputBatches
@@ -30,7 +31,10 @@ def nothing(*_: object) -> None:
 def laboratory(suite_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> PairLaboratory:
     config = make_config(suite_folder, tmp_path_factory.mktemp("cache"))
     backbone = load_backbone(suite_folder / "tiny")
-    return PairLaboratory(config, backbone, Builder(config, backbone, nothing, nothing), read_sample(config))  # type: ignore[arg-type]
+    builder = Builder(config, backbone, nothing, nothing)  # type: ignore[arg-type]
+    strength = Suite(config, backbone).study()
+    assert strength is not None
+    return PairLaboratory(config, backbone, builder, read_sample(config), strength)
 
 
 def test_learned_skips_leave_out_what_the_gates_leave_out_and_drop_nothing(
@@ -69,12 +73,6 @@ def test_masked_execution_runs_beside_packed(
 def test_expert_bytes_are_counted(laboratory: PairLaboratory) -> None:
     layers, experts, hidden, width = 4, 8, 32, 16
     assert laboratory.expert_bytes("full") == layers * experts * 3 * hidden * width * 4
-
-
-def test_strength_is_studied_on_both_sides(laboratory: PairLaboratory, suite_folder: Path) -> None:
-    study = laboratory.strength
-    assert sum(study.inputs.values()) == 2 * 24
-    assert study is laboratory.strength
 
 
 @pytest.mark.parametrize(("rounds", "low", "high"), [(3, 0, 2), (6, 0, 5), (10, 1, 8), (30, 9, 20)])
