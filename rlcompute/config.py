@@ -131,8 +131,10 @@ class RewardConfig(Section):
     negative_temperature: Positive = Field(
         0.05, description="Temperature of the softmax that weights the negatives' similarities."
     )
-    recall_weight: NonNegative = Field(
-        0.0, description="Weight of in-batch recall itself, added to the reward."
+    contrast_weight: NonNegative = Field(
+        0.0,
+        description="Weight of the positives' log-probability among the negatives, added to the reward: it keeps "
+        "compute where a ranking is at stake (per nat).",
     )
     negatives: Count | None = Field(
         None,

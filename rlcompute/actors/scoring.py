@@ -67,7 +67,7 @@ class Scorer:
         self._row_of = {identity: row for row, identity in enumerate(ids)}
         reward, controller = config.reward, config.controller
         self._settings = RewardSettings(
-            reward.distill_weight, reward.negative_temperature, reward.recall_weight, reward.negatives
+            reward.distill_weight, reward.negative_temperature, reward.contrast_weight, reward.negatives
         )
         self.controller = LambdaController(
             ControllerSettings(

@@ -9,7 +9,7 @@ Shape legend: P pairs of one modality, G modalities of pairs in the order of ``r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,16 @@ FULL = "full"
 """The policy that all others are measured against."""
 LEAST_CONVERTED = 0.01
 """Share of FLOPs saved below which their ratio to time is noise of the clock."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What the clock said of a policy; attributes as in :class:`Point`."""
+
+    speedup: float
+    speedup_low: float
+    speedup_high: float
+    inputs_per_second: float
 
 
 @dataclass(frozen=True)
@@ -176,19 +186,22 @@ _RANKS = "ranks_"
 
 
 def to_entry(point: Point) -> Entry:
-    """A point as the cache stores it."""
-    content = {field.name: getattr(point, field.name) for field in fields(Point) if field.name != "ranks"}
+    """A point as the cache stores it; its times, which belong to a machine, are kept apart."""
+    left_out = {"ranks", *(field.name for field in fields(Speed))}
+    content = {
+        field.name: getattr(point, field.name) for field in fields(Point) if field.name not in left_out
+    }
     arrays = {name: value for name, value in content.items() if isinstance(value, np.ndarray)}
     arrays |= {_RANKS + modality: ranks_P for modality, ranks_P in point.ranks.items()}
     values = {name: value for name, value in content.items() if name not in arrays}
     return Entry(values | {"modalities": list(point.ranks)}, arrays)
 
 
-def from_entry(entry: Entry) -> Point:
-    """The point of :func:`to_entry`."""
+def from_entry(entry: Entry, speed: Speed) -> Point:
+    """The point of :func:`to_entry`, with its times."""
     content: dict[str, Any] = entry.values | entry.arrays
     ranks = {modality: content.pop(_RANKS + modality) for modality in content.pop("modalities")}
-    return Point(**content, ranks=ranks)
+    return Point(**content, **asdict(speed), ranks=ranks)
 
 
 def _saved(spent_G: FloatArray, full_G: FloatArray) -> float:

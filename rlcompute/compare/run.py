@@ -5,7 +5,7 @@
     points -> compare.json, compare.md, pictures, tables
 
 What is in the cache is not measured again: an interrupted comparison goes on where it stopped, and another one uses the
-points that both have. The times in the cache are those of the machine that measured them.
+points that both have. Times are measured again on another device, or with another number of threads.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from rlcompute.compare import report
 from rlcompute.compare.budget import KnobSolver, OutOfReach, Solution
 from rlcompute.compare.cache import Cache, Entry
 from rlcompute.compare.contenders import Builder, expand
-from rlcompute.compare.points import FULL, Missed, Point, from_entry, to_entry
+from rlcompute.compare.points import FULL, Missed, Point, Speed, from_entry, to_entry
 from rlcompute.compare.strength_study import StrengthStudy
 from rlcompute.compare.suite import ROUNDS, SOLVER_INPUTS, STUDY_PAIRS, UNPRUNED, Suite
 from rlcompute.config import Config
+from rlcompute.cost_table import device_name
 from rlcompute.errors import ConfigError, DataError
 from rlcompute.kernels import registry
 from rlcompute.policies.rules import PolicySpec, parse
@@ -156,14 +157,19 @@ class Comparison:
     def _fixed(self, spec: PolicySpec) -> Point:
         """A policy without a free knob, from the cache or measured now."""
         key = self._key("point", spec)
-        entry = self._cache.load(key)
-        if entry is not None:
-            return from_entry(entry)
-        full = None if spec.text == FULL else self.full
-        point = self.suite.point(written(spec), self.builder.build(spec), _source(spec), full)
-        self._cache.store(key, to_entry(point))
-        self._measured += 1
-        return point
+        clock_key = self._key("clock", spec) | self._clock_setting
+        entry, times = self._cache.load(key), self._cache.load(clock_key)
+        self._measured += entry is None or times is None
+        if times is None:
+            times = Entry(asdict(self.suite.speed(self.builder.build(spec), _source(spec))), {})
+            self._cache.store(clock_key, times)
+        speed = Speed(**times.values)
+        if entry is None:
+            full = None if spec.text == FULL else self.full
+            point = self.suite.point(written(spec), self.builder.build(spec), _source(spec), speed, full)
+            entry = to_entry(point)
+            self._cache.store(key, entry)
+        return from_entry(entry, speed)
 
     def _solved(self, spec: PolicySpec, budget: float) -> Solution | OutOfReach:
         """A policy with its knob set, from the cache or solved now."""
@@ -198,7 +204,6 @@ class Comparison:
             "max_tokens": config.data.max_tokens,
             "on_bad_row": config.data.on_bad_row,
             "evaluation": config.evaluation.model_dump(exclude={"policies", "bootstrap_samples"}),
-            "rounds": ROUNDS,
             "device": device,
             "dtype": dtype,
             "kernels": {
@@ -206,6 +211,12 @@ class Comparison:
                 for operation in registry.PROVIDERS
             },
         }
+
+    @cached_property
+    def _clock_setting(self) -> dict[str, Any]:
+        """What times depend on besides."""
+        device = device_name(torch.device(self._config.backbone.device))
+        return {"rounds": ROUNDS, "device_name": device, "threads": torch.get_num_threads()}
 
     @cached_property
     def _backbone_hash(self) -> str:

@@ -10,7 +10,6 @@ side of a modality each), B packs, R rounds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 
 from rlcompute.backbones.base import Backbone
 from rlcompute.compare.contenders import Prepared
-from rlcompute.compare.points import FULL, Point
+from rlcompute.compare.points import FULL, Point, Speed
 from rlcompute.compare.strength_study import StrengthStudy, study
 from rlcompute.config import Config
 from rlcompute.data.schema import Pair
@@ -44,16 +43,6 @@ UNPRUNED = ""
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Inputs a second, and the ratio to full compute: median, slowest and fastest of the rounds' own ratios."""
-
-    inputs_per_second: float
-    speedup: float
-    low: float
-    high: float
 
 
 class Inputs:
@@ -118,13 +107,16 @@ class Suite:
             self._inputs[source] = Inputs(backbone, items, timing, self._config.evaluation.batch_size)
         return self._inputs[source]
 
-    def point(self, resolved: str, prepared: Prepared, source: str, full: Point | None) -> Point:
-        """Measures one policy on all inputs, and its speed.
+    def point(
+        self, resolved: str, prepared: Prepared, source: str, speed: Speed, full: Point | None
+    ) -> Point:
+        """Measures one policy on all inputs.
 
         Args:
             resolved: the policy as text.
             prepared: what runs.
             source: name of the inputs that it reads.
+            speed: of the policy, from :meth:`speed`.
             full: full compute; None if that is what runs.
         """
         inputs = self.inputs(source, prepared.backbone)
@@ -141,7 +133,6 @@ class Suite:
             f"{name}_NG": self._by_modality(getattr(measured.trace, f"{name}_NS").numpy())
             for name in ("entered", "decided", "survived", "rows")
         }
-        speed = self.speed(prepared, source)
         return Point(
             spec=resolved,
             resolved=resolved,
@@ -160,8 +151,8 @@ class Suite:
             full_vision_G=vision_G if full is None else full.vision_G,
             **counts,
             speedup=speed.speedup,
-            speedup_low=speed.low,
-            speedup_high=speed.high,
+            speedup_low=speed.speedup_low,
+            speedup_high=speed.speedup_high,
             inputs_per_second=speed.inputs_per_second,
         )
 
@@ -211,8 +202,8 @@ class Suite:
         return Speed(
             inputs_per_second=len(names) / float(np.median(seconds_R[0])),
             speedup=float(np.median(ratios_R)),
-            low=float(ratios_R.min()),
-            high=float(ratios_R.max()),
+            speedup_low=float(ratios_R.min()),
+            speedup_high=float(ratios_R.max()),
         )
 
     @cached_property

@@ -1,6 +1,10 @@
 """The retrieval reward of spec §3 over the whole batch's gallery, for both directions of every pair.
 
-    R = recall@G * [(s_pos - s_neg) + lambda_s * S] + lambda_d * cos(e, e_full) + recall_weight * recall@G
+    R = recall@G * [(s_pos - s_neg) + lambda_s * S] + lambda_d * cos(e, e_full) + lambda_c * log p
+
+The last term comes on top of spec §3's formula and may be left out: log p is the mean log-probability of the
+positives, each among the gallery's negatives at the negatives' temperature (InfoNCE). A margin that is wide anyway
+hardly moves it, one that is narrow moves it much: it keeps compute where a ranking is at stake.
 
 The gallery of a query rollout is every target rollout of the batch, of whichever task, plus the cached
 full-compute targets of its own task (the bank); for a target rollout it is the queries, likewise. Multiplying
@@ -30,13 +34,13 @@ class RewardSettings:
     Attributes:
         distill_weight: lambda_d, weight of the cosine to the full-compute embedding.
         negative_temperature: softmax temperature of the weighted mean of the negatives' cosines.
-        recall_weight: weight of recall@G added on its own.
+        contrast_weight: lambda_c, weight of the log-probability of the positives.
         negatives: keep only this many most similar negatives; None keeps all.
     """
 
     distill_weight: float
     negative_temperature: float
-    recall_weight: float = 0.0
+    contrast_weight: float = 0.0
     negatives: int | None = None
 
 
@@ -153,11 +157,16 @@ def retrieval_rewards(
         positives, negatives = gallery.split(own_BGd.flatten(0, 1), other_BGd, bank_Md)
         recall = recall_at_g(positives, negatives).view(num_pairs, rollouts)
         teacher_recall = recall_at_g(*gallery.split(own_Bd, other_Bd[:, None].expand_as(other_BGd), bank_Md))
-        soft_maximum = _soft_maximum(negatives, settings.negative_temperature, settings.negatives)
+        if settings.negatives is not None:
+            negatives = negatives.topk(min(settings.negatives, negatives.shape[1]), dim=1).values
+        soft_maximum = _soft_maximum(negatives, settings.negative_temperature)
         margin = (positives.mean(1) - soft_maximum).view(num_pairs, rollouts)
         cosine = (own_BGd * own_Bd[:, None]).sum(-1)
         reward = recall * (margin + lambda_B.to(margin)[:, None] * saved_BG)
-        reward = reward + settings.distill_weight * cosine + settings.recall_weight * recall
+        reward = reward + settings.distill_weight * cosine
+        if settings.contrast_weight:
+            log_prob = _log_probability(positives, negatives, settings.negative_temperature)
+            reward = reward + settings.contrast_weight * log_prob.view(num_pairs, rollouts)
         return DirectionReward(reward, recall, margin, saved_BG, cosine, teacher_recall)
 
     query, target = batch.query_BGd, batch.target_BGd
@@ -246,19 +255,23 @@ class _Gallery:
         return positives_RG, cosines_RN.masked_fill(~mask_RN, float("-inf"))
 
 
-def _soft_maximum(negatives_RN: Tensor, temperature: float, count: int | None) -> Tensor:
-    """Softmax-weighted mean of the ``count`` largest entries of each row [R].
+def _soft_maximum(negatives_RN: Tensor, temperature: float) -> Tensor:
+    """Softmax-weighted mean of each row [R].
 
     A row without negatives (all of its batch are duplicates) gives 0; its whole group does, so that no
     rollout gains by it.
     """
-    kept = (
-        negatives_RN if count is None else negatives_RN.topk(min(count, negatives_RN.shape[1]), dim=1).values
-    )
-    present = kept > float("-inf")
+    present = negatives_RN > float("-inf")
     empty_R1 = ~present.any(1, keepdim=True)
-    weights = (kept / temperature).masked_fill(empty_R1, 0.0).softmax(1)
-    return (weights * kept.masked_fill(~present, 0.0)).sum(1)
+    weights = (negatives_RN / temperature).masked_fill(empty_R1, 0.0).softmax(1)
+    return (weights * negatives_RN.masked_fill(~present, 0.0)).sum(1)
+
+
+def _log_probability(positives_RG: Tensor, negatives_RN: Tensor, temperature: float) -> Tensor:
+    """Mean over the G positives of their log-probability, each against all negatives, [R]; 0 without negatives."""
+    against_R1 = (negatives_RN / temperature).logsumexp(1, keepdim=True)
+    logits_RG = positives_RG / temperature
+    return (logits_RG - torch.logaddexp(logits_RG, against_R1)).mean(1)
 
 
 def _where(names: Sequence[str], name: str, device: torch.device) -> Tensor:

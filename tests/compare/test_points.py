@@ -10,7 +10,7 @@ import pytest
 
 from rlcompute.backbones import load_backbone
 from rlcompute.compare.cache import Cache
-from rlcompute.compare.points import Point, from_entry, to_entry
+from rlcompute.compare.points import Point, Speed, from_entry, to_entry
 from rlcompute.compare.run import points
 from rlcompute.data.schema import read_pairs
 from rlcompute.decision import Full
@@ -63,7 +63,9 @@ def test_a_point_survives_the_cache(tmp_path: Path) -> None:
     Cache(tmp_path).store({}, to_entry(point))
     entry = Cache(tmp_path).load({})
     assert entry is not None
-    again = from_entry(entry)
+    again = from_entry(
+        entry, Speed(point.speedup, point.speedup_low, point.speedup_high, point.inputs_per_second)
+    )
     for field in fields(Point):
         before, after = getattr(point, field.name), getattr(again, field.name)
         if field.name == "ranks":
