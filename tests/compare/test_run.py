@@ -15,7 +15,8 @@ from PIL import Image
 from rlcompute.compare import curves
 from rlcompute.compare import run as run_module
 from rlcompute.compare import suite as suite_module
-from rlcompute.compare.points import Point
+from rlcompute.compare.contenders import Prepared
+from rlcompute.compare.points import Point, Speed
 from rlcompute.compare.run import points, run
 from rlcompute.compare.suite import Suite
 from rlcompute.config import Config
@@ -119,6 +120,25 @@ def test_a_second_run_reads_no_inputs(
     monkeypatch.setattr(Suite, "pairs", property(refuse))
     monkeypatch.setattr(curves, "pictures", lambda *arguments: {})
     assert run(config, tmp_path) == content
+
+
+def test_times_belong_to_a_device(
+    finished: tuple[Config, Path, dict[str, Any]], measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: list[str] = []
+    original = Suite.speed
+
+    def speed(self: Suite, prepared: Prepared, source: str) -> Speed:
+        timed.append(prepared.contender.name)
+        return original(self, prepared, source)
+
+    monkeypatch.setattr(Suite, "speed", speed)
+    points(finished[0], POLICIES[:1], [])
+    assert timed == []
+    monkeypatch.setattr(run_module, "device_name", lambda device: "another one")
+    points(finished[0], POLICIES[:1], [])
+    assert timed == POLICIES[:1]
+    assert measured == []
 
 
 def test_points_are_those_asked_for_in_order(finished: tuple[Config, Path, dict[str, Any]]) -> None:
