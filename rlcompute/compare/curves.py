@@ -93,5 +93,7 @@ def _rated(points: Sequence[Point], budgets: Sequence[float]) -> list[Point]:
 def _rate_curves(point: Point) -> list[RateCurve]:
     rates = zip(point.modalities, point.drop_rate_NG.T, point.skip_rate_NG.T, strict=True)
     spec = parse(point.resolved)
-    name = _learned_name(spec) if point.learned else point.resolved
+    # Spaces are where a long title may break.
+    readable = point.resolved.replace("+", " + ").replace(",", ", ")
+    name = _learned_name(spec) if point.learned else readable
     return [RateCurve(name, modality, drop_N, skip_N) for modality, drop_N, skip_N in rates]
