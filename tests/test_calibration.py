@@ -74,14 +74,16 @@ def test_the_command_writes_a_table_that_a_plan_shows(
     measured = ["compute.cost=measured", f"compute.cost_table={out}"]
     assert main(["train", "--dry-run", "--config", str(config), *measured]) == 2
     assert "table.json cannot be read" in capsys.readouterr().err
-    assert main(["calibrate", "--config", str(config), "--out", str(out), *measured]) == 0
+    assert main(["calibrate", "costs", "--config", str(config), "--out", str(out), *measured]) == 0
     assert "full compute" in capsys.readouterr().out
     assert main(["train", "--dry-run", "--config", str(config), *measured]) == 0
     name = load_cost_table(out).device_name
     assert f"seconds by {out}, measured on {name} in float32" in capsys.readouterr().out
     assert main(["train", "--dry-run", "--config", str(config), "compute.cost=tiles"]) == 0
     assert "experts in whole tiles of 128 rows" in capsys.readouterr().out
-    assert main(["calibrate", "--config", str(config), "--out", str(tmp_path / "no" / "t.json")]) == 2
+    assert (
+        main(["calibrate", "costs", "--config", str(config), "--out", str(tmp_path / "no" / "t.json")]) == 2
+    )
     assert "does not exist" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["calibrate", "--config", str(config)])
+        main(["calibrate", "costs", "--config", str(config)])

@@ -147,7 +147,9 @@ def test_a_table_of_something_else_is_refused(
 def test_a_damaged_table_is_named(tmp_path: Path, content: str) -> None:
     path = tmp_path / "table.json"
     path.write_text(content)
-    with pytest.raises(ConfigError, match=r"table.json is not a table that `rlcompute calibrate` wrote"):
+    with pytest.raises(
+        ConfigError, match=r"table.json is not a table that `rlcompute calibrate costs` wrote"
+    ):
         load_cost_table(path)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from rlcompute.config import Config
 from rlcompute.config_loading import load_config
@@ -32,6 +33,12 @@ def complete_checkpoint(folder: RunFolder, step: int) -> None:
     path = folder.checkpoints / f"step_{step:06d}"
     path.mkdir(parents=True)
     (path / "COMPLETE").touch()
+
+
+@pytest.fixture(autouse=True)
+def event_files_sort_by_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Event files of one second are told apart by a counter in their names, in which 10 sorts before 9."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(10))
 
 
 def scalars(folder: RunFolder, tag: str) -> list[tuple[int, float]]:
