@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rlcompute.backbones import load_backbone
+from rlcompute.backbones import load_configured
 from rlcompute.backbones.base import Backbone, BackboneLayer, LayerCost, Selection
 from rlcompute.config import Config
 from rlcompute.cost_table import CostTable, measured_on
@@ -76,13 +76,7 @@ def calibrate(config: Config) -> tuple[CostTable, list[Check]]:
     """
     # As rollout workers run.
     torch.set_num_threads(1)
-    backbone = load_backbone(
-        config.backbone.path,
-        dtype=config.backbone.dtype,
-        device=config.backbone.device,
-        max_tokens=config.data.max_tokens,
-        kernels=config.kernels.forced,
-    )
+    backbone = load_configured(config)
     sides = [side for pair in _pairs(config) for side in (pair.query, pair.target)]
     inputs = backbone.embed_inputs([backbone.preprocessor(side) for side in sides])
     hidden_Td, pack = backbone.pack([x for x in inputs for _ in range(config.grpo.rollouts)])

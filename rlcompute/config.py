@@ -131,11 +131,6 @@ class RewardConfig(Section):
     negative_temperature: Positive = Field(
         0.05, description="Temperature of the softmax that weights the negatives' similarities."
     )
-    contrast_weight: NonNegative = Field(
-        0.0,
-        description="Weight of the positives' log-probability among the negatives, added to the reward: it keeps "
-        "compute where a ranking is at stake (per nat).",
-    )
     negatives: Count | None = Field(
         None,
         description="Only the k most similar negatives count (null: every negative of the batch and bank).",

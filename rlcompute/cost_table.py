@@ -7,7 +7,6 @@ The arithmetic of :class:`~rlcompute.flops.CostModel` thus prices a trace in sec
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 
 from rlcompute.backbones.base import Backbone, LayerCost
+from rlcompute.environment import processor_name
 from rlcompute.errors import ConfigError
 
 
@@ -92,11 +92,7 @@ def device_name(device: torch.device) -> str:
     """The processor or GPU, as the system calls it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    for line in cpuinfo.read_text().splitlines() if cpuinfo.is_file() else ():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return processor_name()
 
 
 def measured_on(backbone: Backbone) -> Mapping[str, str]:

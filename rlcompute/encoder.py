@@ -32,11 +32,7 @@ class Encoded:
 
 
 class LayerSignals:
-    """What the policy may read of a layer (:class:`rlcompute.decision.Signals`), computed when first read.
-
-    The layer's expert selection is also what the experts run on; for all tokens if the policy reads it, and otherwise
-    for those that are left.
-    """
+    """What the policy may read of a layer (:class:`rlcompute.decision.Signals`), computed when first read."""
 
     def __init__(
         self, layer: BackboneLayer, x_Td: Tensor, entering_Ud: Tensor, entering: Pack, is_last: bool
@@ -88,12 +84,21 @@ class LayerSignals:
         self.flops_S += flops_S
         return received_T[pack.emb_index_S] if self._is_last else received_T
 
-    def take(self, index_U: Tensor, x_Ud: Tensor) -> LayerSignals:
-        """Selection of some tokens: routing the others is dead work unless the policy asked for it."""
-        taken = LayerSignals(self._layer, x_Ud, self._entering_Ud, self._entering, self._is_last)
-        if self.computed:
-            taken.selection = Selection(*(part[index_U] for part in self.selection))
-        return taken
+
+class _Chosen:
+    """What the experts run on: of all tokens if the policy has read it, otherwise computed for those that are left."""
+
+    def __init__(self, layer: BackboneLayer, x_Td: Tensor, known: tuple[Tensor, Tensor] | None) -> None:
+        self._layer, self._x_Td, self._known = layer, x_Td, known
+
+    def experts(self) -> tuple[Tensor, Tensor]:
+        """Expert numbers int64 [T,k] and weights [T,k]."""
+        return self._known or self._layer.route(self._x_Td)[:2]
+
+    def take(self, index_U: Tensor, x_Ud: Tensor) -> _Chosen:
+        """The same of some tokens: routing the others is dead work unless the policy asked for it."""
+        known = None if self._known is None else (self._known[0][index_U], self._known[1][index_U])
+        return _Chosen(self._layer, x_Ud, known)
 
 
 def _executing_rows(keep: Tensor) -> Tensor | None:
@@ -109,10 +114,10 @@ def _executing_rows(keep: Tensor) -> Tensor | None:
 
 
 def _routed_experts(
-    backbone: Backbone, layer: BackboneLayer, x_Rd: Tensor, signals: LayerSignals, decision: Decision
+    backbone: Backbone, layer: BackboneLayer, x_Rd: Tensor, chosen: _Chosen, decision: Decision
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs of the kept experts [R,d], kept experts per token [R], and rows per expert [E]."""
-    ids_Rk, weights_Rk, keep = signals.expert_ids_Tk, signals.weights_Tk, decision.keep
+    (ids_Rk, weights_Rk), keep = chosen.experts(), decision.keep
     if decision.top_k is not None:
         ids_Rk, weights_Rk = ids_Rk[:, : decision.top_k], weights_Rk[:, : decision.top_k]
         keep = keep if keep is None or keep.ndim == 1 else keep[:, : decision.top_k]
@@ -144,7 +149,7 @@ def _step(
     decided_S = pack.lengths_S
     signals = LayerSignals(layer, x_Td, entering_Ud, entering, is_last)
     decision = policy.decide(index, x_Td, signals, pack)
-    all_routed, signal_flops_S = signals.computed, signals.flops_S
+    chosen = _Chosen(layer, x_Td, signals.selection[:2] if signals.computed else None)
 
     if decision.drop_T is not None:
         # Dropped tokens leave before the shared expert too: their output of this layer is never read.
@@ -152,20 +157,20 @@ def _step(
         stays_T[pack.emb_index_S] = True
         index_U, cu_seqlens = backbone.kernels.compaction(stays_T, pack.cu_seqlens)
         h_Td, x_Td, pack = h_Td[index_U], x_Td[index_U], pack.take(index_U, cu_seqlens)
-        signals, decision = signals.take(index_U, x_Td), decision.take(index_U)
+        chosen, decision = chosen.take(index_U, x_Td), decision.take(index_U)
     h_Td = h_Td + layer.shared(x_Td)
 
     segments_R = pack.segment_ids_T
     rows_R = None if decision.keep is None else _executing_rows(decision.keep)
     if rows_R is not None:
         x_Td, segments_R = x_Td[rows_R], segments_R[rows_R]
-        signals, decision = signals.take(rows_R, x_Td), decision.take(rows_R)
-    out_Rd, kept_R, expert_rows_E = _routed_experts(backbone, layer, x_Td, signals, decision)
+        chosen, decision = chosen.take(rows_R, x_Td), decision.take(rows_R)
+    out_Rd, kept_R, expert_rows_E = _routed_experts(backbone, layer, x_Td, chosen, decision)
     h_Td = h_Td.add_(out_Rd) if rows_R is None else h_Td.index_add_(0, rows_R, out_Rd)
 
     zeros_S = kept_R.new_zeros(pack.num_segments)
     routed_S = zeros_S.index_add(0, segments_R, torch.ones_like(segments_R))
-    if all_routed:
+    if signals.computed:
         routed_S = decided_S.to(zeros_S.device, non_blocking=True)
     executed = Trace(
         entered_S,
@@ -174,7 +179,7 @@ def _step(
         routed_S,
         zeros_S.index_add(0, segments_R, kept_R),
         expert_rows_E,
-        signal_flops_S,
+        signals.flops_S,
     )
     return h_Td, pack, executed
 

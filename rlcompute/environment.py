@@ -89,14 +89,15 @@ def machine() -> dict[str, object]:
     return {
         "host": platform.node(),
         "system": platform.platform(),
-        "processor": _processor_name(),
+        "processor": processor_name(),
         "python": platform.python_version(),
         "cores": usable_cores(),
         "memory_bytes": memory_bytes(),
     }
 
 
-def _processor_name() -> str:
+def processor_name() -> str:
+    """The processor, as the system calls it."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text().splitlines():

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcompute import evaluation_report
-from rlcompute.backbones import load_backbone
+from rlcompute.backbones import load_configured
 from rlcompute.backbones.base import Backbone
 from rlcompute.config import Config
 from rlcompute.data.schema import Pair
@@ -72,13 +72,7 @@ def run(config: Config, gates: Path | None, out: Path) -> dict[str, Any]:
     settings = config.evaluation
     saved = _load_gates(config, gates)
     pairs = read_sample(config)
-    backbone = load_backbone(
-        config.backbone.path,
-        dtype=config.backbone.dtype,
-        device=config.backbone.device,
-        max_tokens=config.data.max_tokens,
-        kernels=config.kernels.forced,
-    )
+    backbone = load_configured(config)
     if saved is not None and gates is not None:
         check_backbone(saved, gates, backbone.hash, backbone.path)
     contenders, facts, measured = _measure_all(config, backbone, pairs, saved)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlcompute.backbones import load_backbone, resolve_path
+from rlcompute.backbones import load_configured, resolve_path
 from rlcompute.backbones.base import Backbone
 from rlcompute.backbones.fingerprint import checkpoint_hash
 from rlcompute.config import Config
@@ -173,17 +173,6 @@ class PolicyCalibrator:
                 results.append(measure_batch(self._backbone, batch))
                 progress.advance(len(batch))
         return results
-
-
-def load_configured(config: Config) -> Backbone:
-    """The backbone that a configuration names."""
-    return load_backbone(
-        config.backbone.path,
-        dtype=config.backbone.dtype,
-        device=config.backbone.device,
-        max_tokens=config.data.max_tokens,
-        kernels=config.kernels.forced,
-    )
 
 
 def draw_sample(config: Config) -> list[Pair]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from rlcompute.backbones import load_configured
 from rlcompute.config import Config
 from rlcompute.policies.expert_pruning import (
     check_experts,
@@ -19,7 +20,7 @@ from rlcompute.policies.expert_pruning import (
     save_pruned,
 )
 from rlcompute.policies.expert_statistics import ExpertStatistics
-from rlcompute.policy_calibration import PolicyCalibrator, load_configured
+from rlcompute.policy_calibration import PolicyCalibrator
 
 MIB = 2**20
 

@@ -18,11 +18,12 @@ from ray.exceptions import RayError
 from safetensors.torch import load, save
 
 from rlcompute.actors.cluster import ray_session
+from rlcompute.backbones import load_configured
 from rlcompute.config import Config
 from rlcompute.data import Pair
 from rlcompute.errors import StageTimeoutError, WorkerError
 from rlcompute.policies.expert_statistics import ExpertStatistics
-from rlcompute.policy_calibration import BatchResult, load_configured, measure_batch
+from rlcompute.policy_calibration import BatchResult, measure_batch
 from rlcompute.progress import ProgressReporter
 
 STAGE = "calibration"

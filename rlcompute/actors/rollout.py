@@ -28,7 +28,7 @@ from rlcompute.actors.cluster import quieten_ray
 from rlcompute.actors.engine import RolloutEngine
 from rlcompute.actors.learner import GateModule
 from rlcompute.actors.messages import GradientRequest, MicroBatch, Reply
-from rlcompute.backbones import load_backbone
+from rlcompute.backbones import load_configured
 from rlcompute.data.schema import Pair, Side
 from rlcompute.environment import process_memory_bytes
 from rlcompute.memory import keep_freed_memory
@@ -76,13 +76,7 @@ class RolloutWorker(EnvRunner):  # type: ignore[misc]  # ray is not typed
         """The backbone and its rollouts; loaded when first needed, so that a failure is reported, not swallowed."""
         if self._engine is None:
             settings = self.config.settings
-            backbone = load_backbone(
-                self.config.backbone_folder,
-                dtype=settings.backbone.dtype,
-                device=settings.backbone.device,
-                max_tokens=settings.data.max_tokens,
-                kernels=settings.kernels.forced,
-            )
+            backbone = load_configured(settings, self.config.backbone_folder)
             self._engine = RolloutEngine(backbone, settings)
         return self._engine
 

@@ -66,9 +66,7 @@ class Scorer:
         self._bank = bank
         self._row_of = {identity: row for row, identity in enumerate(ids)}
         reward, controller = config.reward, config.controller
-        self._settings = RewardSettings(
-            reward.distill_weight, reward.negative_temperature, reward.contrast_weight, reward.negatives
-        )
+        self._settings = RewardSettings(reward.distill_weight, reward.negative_temperature, reward.negatives)
         self.controller = LambdaController(
             ControllerSettings(
                 target_flops_saved=reward.target_flops_saved,

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from rlcompute.backbones.base import Backbone
-from rlcompute.config import DEMO_BACKBONE
+from rlcompute.config import DEMO_BACKBONE, Config
 from rlcompute.demo import CHECKPOINT
 from rlcompute.errors import CheckpointError, ConfigError
 from rlcompute.kernels import registry
@@ -99,3 +99,18 @@ def load_backbone(
         raise CheckpointError(f"{folder}: {len(names)} weights are missing, the first is {names[0]!r}")
     preprocessor = Preprocessor.from_pretrained(folder, max_tokens=max_tokens)
     return Qwen35MoeBackbone(model.to(device), folder, preprocessor, chosen)
+
+
+def load_configured(config: Config, path: str | Path | None = None) -> Backbone:
+    """The backbone that a configuration names, or the one at ``path`` with the same settings.
+
+    Raises:
+        As :func:`load_backbone`.
+    """
+    return load_backbone(
+        config.backbone.path if path is None else path,
+        dtype=config.backbone.dtype,
+        device=config.backbone.device,
+        max_tokens=config.data.max_tokens,
+        kernels=config.kernels.forced,
+    )

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rlcompute.backbones import load_backbone, resolve_path
+from rlcompute.backbones import load_configured, resolve_path
 from rlcompute.backbones.base import Backbone
 from rlcompute.backbones.fingerprint import checkpoint_hash
 from rlcompute.config import Config
@@ -145,7 +145,7 @@ class Builder:
         return self._backbone
 
     def _load(self, rule: Rule) -> Backbone:
-        values, config = rule.values, self._config
+        values = rule.values
         if rule.name == "prune_experts":
             kept_NE = kept_experts(
                 self.calibration.statistics,
@@ -154,13 +154,7 @@ class Builder:
                 top_k=self._backbone.top_k,
             )
             return pruned_backbone(self._backbone, kept_NE)
-        return load_backbone(
-            str(values["path"]),
-            dtype=config.backbone.dtype,
-            device=config.backbone.device,
-            max_tokens=config.data.max_tokens,
-            kernels=config.kernels.forced,
-        )
+        return load_configured(self._config, str(values["path"]))
 
     def _maker(self, rule: Rule, backbone: Backbone) -> Make:
         """What makes the policy of one rule for a pack of inputs with the given names."""

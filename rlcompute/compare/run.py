@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from rlcompute.backbones import resolve_path
+from rlcompute.backbones import load_configured, resolve_path
 from rlcompute.backbones.base import Backbone
 from rlcompute.backbones.fingerprint import checkpoint_hash
 from rlcompute.compare import report
@@ -36,7 +36,7 @@ from rlcompute.cost_table import device_name
 from rlcompute.errors import ConfigError, DataError
 from rlcompute.kernels import registry
 from rlcompute.policies.rules import PolicySpec, parse
-from rlcompute.policy_calibration import PolicyCalibrator, load_configured
+from rlcompute.policy_calibration import PolicyCalibrator
 
 
 def run(config: Config, out: Path) -> dict[str, Any]:

@@ -1,10 +1,6 @@
 """The retrieval reward of spec §3 over the whole batch's gallery, for both directions of every pair.
 
-    R = recall@G * [(s_pos - s_neg) + lambda_s * S] + lambda_d * cos(e, e_full) + lambda_c * log p
-
-The last term comes on top of spec §3's formula and may be left out: log p is the mean log-probability of the
-positives, each among the gallery's negatives at the negatives' temperature (InfoNCE). A margin that is wide anyway
-hardly moves it, one that is narrow moves it much: it keeps compute where a ranking is at stake.
+    R = recall@G * [(s_pos - s_neg) + lambda_s * S] + lambda_d * cos(e, e_full)
 
 The gallery of a query rollout is every target rollout of the batch, of whichever task, plus the cached
 full-compute targets of its own task (the bank); for a target rollout it is the queries, likewise. Multiplying
@@ -34,13 +30,11 @@ class RewardSettings:
     Attributes:
         distill_weight: lambda_d, weight of the cosine to the full-compute embedding.
         negative_temperature: softmax temperature of the weighted mean of the negatives' cosines.
-        contrast_weight: lambda_c, weight of the log-probability of the positives.
         negatives: keep only this many most similar negatives; None keeps all.
     """
 
     distill_weight: float
     negative_temperature: float
-    contrast_weight: float = 0.0
     negatives: int | None = None
 
 
@@ -164,9 +158,6 @@ def retrieval_rewards(
         cosine = (own_BGd * own_Bd[:, None]).sum(-1)
         reward = recall * (margin + lambda_B.to(margin)[:, None] * saved_BG)
         reward = reward + settings.distill_weight * cosine
-        if settings.contrast_weight:
-            log_prob = _log_probability(positives, negatives, settings.negative_temperature)
-            reward = reward + settings.contrast_weight * log_prob.view(num_pairs, rollouts)
         return DirectionReward(reward, recall, margin, saved_BG, cosine, teacher_recall)
 
     query, target = batch.query_BGd, batch.target_BGd
@@ -265,13 +256,6 @@ def _soft_maximum(negatives_RN: Tensor, temperature: float) -> Tensor:
     empty_R1 = ~present.any(1, keepdim=True)
     weights = (negatives_RN / temperature).masked_fill(empty_R1, 0.0).softmax(1)
     return (weights * negatives_RN.masked_fill(~present, 0.0)).sum(1)
-
-
-def _log_probability(positives_RG: Tensor, negatives_RN: Tensor, temperature: float) -> Tensor:
-    """Mean over the G positives of their log-probability, each against all negatives, [R]; 0 without negatives."""
-    against_R1 = (negatives_RN / temperature).logsumexp(1, keepdim=True)
-    logits_RG = positives_RG / temperature
-    return (logits_RG - torch.logaddexp(logits_RG, against_R1)).mean(1)
 
 
 def _where(names: Sequence[str], name: str, device: torch.device) -> Tensor:

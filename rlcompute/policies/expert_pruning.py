@@ -24,8 +24,8 @@ from rlcompute.backbones.base import Backbone, BackboneLayer, ExpertWeights
 from rlcompute.backbones.qwen3_5_moe import Qwen35MoeBackbone, Qwen35MoeLayer
 from rlcompute.errors import BackendError, ConfigError
 from rlcompute.policies.expert_statistics import ExpertStatistics
+from rlcompute.policies.rules import SALIENCIES
 
-SALIENCIES = ("frequency", "probability", "man", "msan", "reap")
 RECORD = "expert_pruning.json"
 """File of a pruned checkpoint that says what it came from and which experts were kept."""
 

@@ -18,7 +18,7 @@ from rlcompute.errors import ConfigError
 from rlcompute.pack import Pack
 from rlcompute.policies.draws import uniform
 from rlcompute.policies.otsu import otsu_threshold, pad_segments
-from rlcompute.policies.token_rules import RunningScore
+from rlcompute.policies.token_rules import RunningScore, mean_beta
 
 SplitScore = Literal["beta", "logit"]
 
@@ -81,7 +81,7 @@ class BetaSkip:
         if not self._first <= layer < len(self._has_beta) - 1:
             return Decision()  # no β yet, or nothing but <emb> is left
         if self._has_beta[layer]:
-            self._score.add(_mean_beta(signals), pack)
+            self._score.add(mean_beta(signals), pack)
         body_B, bounds = _without_emb(pack)
         count_S = torch.floor(bounds.diff().double() * self._share + 0.5).long()
         # A sum over layers ranks as their mean does: every token that is left went through the same layers.
@@ -129,7 +129,7 @@ class OtsuSkip:
         """Skip the lower class of each input that varies enough."""
         if not self._applies[layer]:
             return Decision()
-        score_T = _mean_beta(signals) if self._score == "beta" else signals.router_logits_TE.amax(1).double()
+        score_T = mean_beta(signals) if self._score == "beta" else signals.router_logits_TE.amax(1).double()
         body_B, bounds = _without_emb(pack)
         score_B, segment_B = score_T[body_B], pack.segment_ids_T[body_B]
         lower_B = score_B <= otsu_threshold(score_B, bounds)[segment_B]
@@ -237,11 +237,6 @@ def _beta_layers(rule: str, backbone: Backbone) -> list[bool]:
             "rank tokens by; use a rule that reads the router instead, such as otsu_logit or uniform_topk"
         )
     return layers
-
-
-def _mean_beta(signals: Signals) -> Tensor:
-    """β of the layer, mean over value heads, float64 [T]."""
-    return signals.write_strength_TV.double().mean(dim=1)
 
 
 def _without_emb(pack: Pack) -> tuple[Tensor, Tensor]:

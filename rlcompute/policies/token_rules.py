@@ -46,6 +46,11 @@ def lowest_visual(score_T: Tensor, pack: Pack, keep: float) -> Tensor:
     return visual_T & (rank_T >= kept_S[pack.segment_ids_T])
 
 
+def mean_beta(signals: Signals) -> Tensor:
+    """β of the layer, mean over value heads, float64 [T]."""
+    return signals.write_strength_TV.double().mean(dim=1)
+
+
 class RunningScore:
     """A sum per token over layers, found again after tokens were removed, whoever removed them."""
 
@@ -131,7 +136,7 @@ class BetaPruning(_SignalPruning):
 
     def _read(self, signals: Signals) -> Tensor:
         # A sum over layers ranks like their mean: every token that is left went through the same layers.
-        return signals.write_strength_TV.double().mean(dim=1)
+        return mean_beta(signals)
 
 
 class AttentionPruning(_SignalPruning):

@@ -96,13 +96,7 @@ def loop_reward(
     saved = (batch.query_saved_BG if query else batch.target_saved_BG)[pair, g]
     full = (batch.teacher_query_Bd if query else batch.teacher_target_Bd)[pair]
     gated = recall * (sum(positives) / group - soft + lam[pair] * float(saved))
-    mass = sum(weights)
-    log_probs = [
-        math.log(math.exp(c / how.negative_temperature) / (math.exp(c / how.negative_temperature) + mass))
-        for c in positives
-    ]
-    contrast = sum(log_probs) / group
-    return gated + how.distill_weight * float(own @ full) + how.contrast_weight * contrast
+    return gated + how.distill_weight * float(own @ full)
 
 
 @settings(max_examples=40, deadline=None)
@@ -119,9 +113,7 @@ def test_equals_a_loop_over_items(
 ) -> None:
     batch = make_batch(seed, pairs, rollouts, ids[:pairs])
     bank = make_bank(seed) if with_bank else None
-    how = RewardSettings(
-        0.3, 0.1, contrast_weight=0.4, negatives=negatives if with_bank or rollouts > 1 else None
-    )
+    how = RewardSettings(0.3, 0.1, negatives=negatives if with_bank or rollouts > 1 else None)
     lam = torch.linspace(-0.5, 1.0, pairs, dtype=torch.float64)
     result = retrieval_rewards(batch, lam, how, bank)
     for side in ("query", "target"):
