@@ -50,29 +50,29 @@ def measure_batches(config: Config, batches: Sequence[Sequence[Pair]]) -> list[B
         return _collect(config, batches)
 
 
-def _run(config: Config, batches: list[list[Pair]]) -> Iterator[_Row]:
-    """Yields results as they come.
+class _Runner:
+    """Runs Ray Data in a process of its own.
 
-    Ray Data has no deadline, and its threads outlive a caller that gives up. In a task of its own it is cancelled
-    together with its actors.
+    Ray Data has no deadline, and its actors and threads can outlive a caller that gives up. They belong to this actor,
+    and die with it.
     """
-    context = DataContext.get_current()
-    context.enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
-    rows = [{"number": number, "pairs": pairs} for number, pairs in enumerate(batches)]
-    dataset = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
-        _Worker,
-        batch_size=1,
-        batch_format="numpy",
-        compute=ActorPoolStrategy(size=config.calibration.workers),
-        num_cpus=1,
-        num_gpus=1 if config.backbone.device == "cuda" else 0,
-        fn_constructor_args=(config,),
-    )
-    yield from dataset.iter_rows()
 
-
-_run_remotely: Any = ray.remote(num_cpus=0, max_retries=0)(_run)
+    def run(self, config: Config, batches: list[list[Pair]]) -> Iterator[_Row]:
+        """Yields results as they come."""
+        context = DataContext.get_current()
+        context.enable_progress_bars = False
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        rows = [{"number": number, "pairs": pairs} for number, pairs in enumerate(batches)]
+        dataset = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
+            _Worker,
+            batch_size=1,
+            batch_format="numpy",
+            compute=ActorPoolStrategy(size=config.calibration.workers),
+            num_cpus=1,
+            num_gpus=1 if config.backbone.device == "cuda" else 0,
+            fn_constructor_args=(config,),
+        )
+        yield from dataset.iter_rows()
 
 
 class _Worker:
@@ -103,7 +103,8 @@ def _collect(config: Config, batches: Sequence[Sequence[Pair]]) -> list[BatchRes
     """Results in the order of the batches, as long as one comes at least every ``ray.stage_timeout_s`` seconds."""
     timeout_s = config.ray.stage_timeout_s
     results: dict[int, BatchResult] = {}
-    running = _run_remotely.remote(config, [list(batch) for batch in batches])
+    runner: Any = ray.remote(num_cpus=0)(_Runner).remote()
+    running = runner.run.options(num_returns="streaming").remote(config, [list(batch) for batch in batches])
     try:
         with ProgressReporter("calibrating", sum(map(len, batches)), unit="pair") as progress:
             while len(results) < len(batches):
@@ -121,5 +122,5 @@ def _collect(config: Config, batches: Sequence[Sequence[Pair]]) -> list[BatchRes
     except RayError as error:
         raise WorkerError(f"stage {STAGE!r}: a calibration worker raised:\n{error}") from error
     finally:
-        ray.cancel(running, force=True)
+        ray.kill(runner)
     return [results[number] for number in range(len(batches))]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 
 from rlcompute import policy_calibration
@@ -18,6 +21,16 @@ from rlcompute.policy_calibration import calibrate_policies, draw_sample
 from tests.actors.tiny_run import make_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(cluster: None) -> Iterator[None]:
+    """Workers give their CPUs back, however calibration ended: the cluster may be a user's own."""
+    yield
+    deadline = time.monotonic() + 60.0
+    while ray.available_resources().get("CPU") != ray.cluster_resources()["CPU"]:
+        assert time.monotonic() < deadline, "calibration left workers behind"
+        time.sleep(0.1)
 
 
 def configured(inputs: Path, runs: Path, workers: int) -> Config:
