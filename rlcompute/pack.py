@@ -47,6 +47,24 @@ class EmbeddedInput:
 
 
 @dataclass(frozen=True)
+class Alive:
+    """Which tokens of a pack still count, where all tokens travel on (training, spec §4).
+
+    Attributes:
+        mass_T: floating [T], what the token's keys, values, state and routed output weigh for the others: 1 alive,
+            0 dropped, with the gradient of the decisions that made it so. ``<emb>`` tokens have 1.
+        is_alive_T: bool [T], true at the tokens that a packed forward would still hold.
+    """
+
+    mass_T: Tensor
+    is_alive_T: Tensor
+
+    def take(self, index: Tensor) -> Alive:
+        """Those at the rows ``index``."""
+        return Alive(self.mass_T[index], self.is_alive_T[index])
+
+
+@dataclass(frozen=True)
 class Pack:
     """Where every surviving token of a batch belongs; the hidden states travel beside it.
 
@@ -59,6 +77,7 @@ class Pack:
             derived from it does not depend on what was dropped or on the rest of the batch.
         modality_T: int8, TEXT, IMAGE or VIDEO.
         cos_Tr, sin_Tr: rotary factors in the dtype of the hidden states.
+        alive: the tokens that still count, where dropped ones stay in the pack; None: all of them do.
     """
 
     cu_seqlens: Tensor
@@ -67,6 +86,7 @@ class Pack:
     modality_T: Tensor
     cos_Tr: Tensor
     sin_Tr: Tensor
+    alive: Alive | None = None
 
     @property
     def num_segments(self) -> int:
@@ -98,11 +118,12 @@ class Pack:
             modality_T=self.modality_T[index],
             cos_Tr=self.cos_Tr[index],
             sin_Tr=self.sin_Tr[index],
+            alive=None if self.alive is None else self.alive.take(index),
         )
 
     def emb_only(self) -> Pack:
-        """The pack of the ``<emb>`` tokens alone: S segments of one token."""
-        return self.take(self.emb_index_S, torch.arange(self.num_segments + 1))
+        """The pack of the ``<emb>`` tokens alone, which are always alive: S segments of one token."""
+        return replace(self, alive=None).take(self.emb_index_S, torch.arange(self.num_segments + 1))
 
 
 def concatenate(inputs: Sequence[EmbeddedInput]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
