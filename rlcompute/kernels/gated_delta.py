@@ -72,21 +72,27 @@ def gated_delta_rule(
         k_TKD: keys ``[T, K, D]``, not normalised.
         v_THV: values ``[T, H, V]``; H is a multiple of K and value head h reads key head ``h // (H / K)``.
         g_TH: log decay ``[T, H]``, finite and <= 0.
-        beta_TH: write strength ``[T, H]``, >= 0. Below 2 ** -87 it counts as zero and has no gradient.
+        beta_TH: write strength ``[T, H]``, >= 0. Below 2 ** -87 it may count as zero; its gradient is right there too.
         cu_seqlens: int64 ``[S + 1]`` on the CPU.
 
     Returns:
-        ``[T, H, V]`` in the dtype of the values. Half precision is computed in float32.
+        ``[T, H, V]`` in the dtype of the values. Half precision is computed in float32. A token with g = 0 and beta = 0
+        changes nothing for the others.
     """
     heads, dtype = v_THV.shape[1], torch.promote_types(v_THV.dtype, torch.float32)
     lengths, starts = segment_lengths(cu_seqlens), cu_seqlens.tolist()
+    # A write strength with a gradient is a factor; without one it is cheaper among the exponents.
+    recorded = torch.is_grad_enabled() and beta_TH.requires_grad
+    strength_TH = (
+        beta_TH.to(dtype) if recorded else beta_TH.double().clamp_min(2.0**SMALLEST_LOG2_DECAY).log2()
+    )
     # The base-2 logarithms of decay and write strength are float64: see _pairwise_decay.
     stream = _Stream(
         l2_normalize(q_TKD.to(dtype), q_TKD.shape[-1] ** -0.5),
         l2_normalize(k_TKD.to(dtype)),
         v_THV.to(dtype),
         g_TH.double() * math.log2(math.e),
-        beta_TH.double().clamp_min(2.0**SMALLEST_LOG2_DECAY).log2(),
+        strength_TH,
     )
     out_THV = torch.empty_like(v_THV, memory_format=torch.contiguous_format)
 
@@ -103,22 +109,25 @@ def gated_delta_rule(
 
 
 class _Stream(NamedTuple):
-    """The whole packed stream, float32 at least; q and k normalised, logarithms float64."""
+    """The whole packed stream, float32 at least; q and k normalised, logarithms float64.
+
+    ``strength_TH`` is the write strength where autograd records it, else its base-2 logarithm.
+    """
 
     q_TKD: Tensor
     k_TKD: Tensor
     v_THV: Tensor
     log2_decay_TH: Tensor
-    log2_beta_TH: Tensor
+    strength_TH: Tensor
 
     def rows(self, index: slice | Tensor, segments: int) -> _Chunk:
         """The chunk of N segments at the N * L rows ``index``, heads first; a slice copies nothing."""
         key_heads = self.q_TKD.shape[1]
         taken = (x[index] if isinstance(index, slice) else x.index_select(0, index) for x in self)
-        q_NLKD, k_NLKD, v_NLHV, *logs_NLH = (x.unflatten(0, (segments, -1)) for x in taken)
-        log2_decay, log2_beta = (x.permute(2, 0, 1).unflatten(0, (key_heads, -1)) for x in logs_NLH)
+        q_NLKD, k_NLKD, v_NLHV, *gates_NLH = (x.unflatten(0, (segments, -1)) for x in taken)
+        log2_decay, strength = (x.permute(2, 0, 1).unflatten(0, (key_heads, -1)) for x in gates_NLH)
         v_KRNLV = v_NLHV.permute(2, 0, 1, 3).unflatten(0, (key_heads, -1))
-        return _Chunk(q_NLKD.permute(2, 0, 1, 3), k_NLKD.permute(2, 0, 1, 3), v_KRNLV, log2_decay, log2_beta)
+        return _Chunk(q_NLKD.permute(2, 0, 1, 3), k_NLKD.permute(2, 0, 1, 3), v_KRNLV, log2_decay, strength)
 
 
 class _Chunk(NamedTuple):
@@ -128,7 +137,7 @@ class _Chunk(NamedTuple):
     k_KNLD: Tensor
     v_KRNLV: Tensor
     log2_decay_KRNL: Tensor
-    log2_beta_KRNL: Tensor
+    strength_KRNL: Tensor
 
 
 def _longest_chunk(longest: int) -> int:
@@ -175,11 +184,14 @@ def _chunk(x: _Chunk, state_KNDRV: Tensor | None, hand_on: bool) -> tuple[Tensor
     Returns:
         Outputs ``[K, R, N, L, V]`` and, if ``hand_on``, the state ``[K, N, D, R, V]``.
     """
-    q_KNLD, k_KNLD, v_KRNLV, log2_decay_KRNL, log2_beta_KRNL = x
+    q_KNLD, k_KNLD, v_KRNLV, log2_decay_KRNL, strength_KRNL = x
     dtype, (key_heads, repeat, segments, length, width) = v_KRNLV.dtype, v_KRNLV.shape
     reach_KRNL = log2_decay_KRNL.cumsum(-1)
-    write_KRNL = log2_beta_KRNL - reach_KRNL
+    factor = strength_KRNL.requires_grad
+    write_KRNL = -reach_KRNL if factor else strength_KRNL - reach_KRNL
     decay_KRNLL = _pairwise_decay(reach_KRNL, write_KRNL, dtype)
+    if factor:
+        decay_KRNLL = decay_KRNLL * strength_KRNL.unsqueeze(-2)
     # Key heads are shared by R value heads: their dot products are computed once.
     q_MLD, k_MLD = q_KNLD.flatten(0, 1), k_KNLD.flatten(0, 1)
     k_MDL = k_MLD.transpose(1, 2)
@@ -206,6 +218,8 @@ def _chunk(x: _Chunk, state_KNDRV: Tensor | None, hand_on: bool) -> tuple[Tensor
     if not hand_on:
         return out_KRNLV, None
     to_end_KRNL1 = _decay(reach_KRNL[..., -1:] + write_KRNL).to(dtype).unsqueeze(-1)
+    if factor:
+        to_end_KRNL1 = to_end_KRNL1 * strength_KRNL.unsqueeze(-1)
     decayed_BLD = (k_KNLD.unsqueeze(1) * to_end_KRNL1).flatten(0, 2)
     written_BDV = torch.bmm(decayed_BLD.transpose(1, 2), update_BLV)
     written_KNDRV = written_BDV.view(key_heads, repeat, segments, -1, width).permute(0, 2, 3, 1, 4)

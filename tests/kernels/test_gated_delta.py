@@ -122,6 +122,43 @@ def test_gradients_equal_the_recurrence(dtype):
         assert_close(actual, reference)
 
 
+@pytest.mark.parametrize(("lengths", "chunk"), [((3, 0, 1, 4, 5), 128), ((7, 5, 6), 3), ((9,), 2)])
+@pytest.mark.parametrize("block_elements", [1, 800_000])
+def test_gradients_where_tokens_neither_decay_nor_write(monkeypatch, lengths, chunk, block_elements):
+    """Numerically, in all inputs, also where decay and write strength are exactly 0, as those of dropped tokens."""
+    monkeypatch.setattr(gated_delta, "CHUNK", chunk)
+    monkeypatch.setattr(gated_delta, "BLOCK_ELEMENTS", block_elements)
+    monkeypatch.setattr(gated_delta, "ALONE_ELEMENTS", 2 * block_elements)
+    q, k, v, g, beta = inputs(sum(lengths), 1, 2, 3, 2, dtype=torch.float64)
+    mass = (uniform(sum(lengths), seed=7) < 0.5).double()
+    cu = offsets(lengths)
+    tensors = [t.requires_grad_() for t in (q, k, v, g, beta, mass)]
+
+    def rule(q, k, v, g, beta, mass):
+        return gated_delta_rule(q, k, v, g * mass[:, None], beta * mass[:, None], cu)
+
+    assert torch.autograd.gradcheck(rule, tensors)
+    tensors[4] = (beta.detach() * mass.detach()[:, None]).requires_grad_()
+    assert torch.autograd.gradcheck(lambda *inputs: gated_delta_rule(*inputs, cu), tensors[:5])
+
+
+def test_gradients_of_masses_over_several_chunks():
+    lengths = (140, 300)
+    cu = offsets(lengths)
+    q, k, v, g, beta = inputs(sum(lengths))
+    mass = (uniform(sum(lengths), seed=7) < 0.4).float().requires_grad_()
+    reference = mass.detach().double().requires_grad_()
+    upstream = random(sum(lengths), 4, 6, seed=8)
+    out = gated_delta_rule(q, k, v, g * mass[:, None], beta * mass[:, None], cu)
+    expected = naive_gated_delta_rule(
+        *wide(q, k, v), g.double() * reference[:, None], beta.double() * reference[:, None], cu
+    )
+    assert_close(out, expected)
+    (actual_T,) = torch.autograd.grad(out, [mass], upstream)
+    (expected_T,) = torch.autograd.grad(expected, [reference], upstream.double())
+    assert_close(actual_T, expected_T)
+
+
 def test_gradient_of_the_values_alone_is_not_spoiled_by_reused_memory():
     q, k, v, g, beta = inputs(12)
     cu = offsets((5, 7))
