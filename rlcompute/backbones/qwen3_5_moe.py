@@ -20,6 +20,8 @@ from rlcompute.backbones.base import Backbone, BackboneLayer, ExpertWeights, Lay
 from rlcompute.backbones.fingerprint import checkpoint_hash
 from rlcompute.backbones.qwen3_5_vision import VisionTower
 from rlcompute.errors import BackendError
+from rlcompute.kernels.masked_attention import masked_attention
+from rlcompute.kernels.masked_conv import masked_causal_conv_silu
 from rlcompute.kernels.registry import Kernels
 from rlcompute.pack import IMAGE, TEXT, VIDEO, EmbeddedInput, Pack
 from rlcompute.preprocess import ModelInput, Preprocessor
@@ -32,6 +34,11 @@ def _rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
     # torch's own has no fused form on a CPU; this one passes over memory half as often.
     mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1]
     return (x * torch.rsqrt(mean_square + eps)).mul_(scale)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _zero_centred_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -86,9 +93,11 @@ class _Attention:
         query_QHD = _rotate(_zero_centred_rms_norm(query_QHD, m.q_norm.weight, self.eps), cos_Qr, sin_Qr)
         key_TGD = self._keys(x_Td, pack)
         value_TGD = m.v_proj(x_Td).view(-1, self.kv_heads, D)
-        out_QHD = self.backbone.kernels.attention(
-            query_QHD, key_TGD, value_TGD, cu_q, pack.cu_seqlens, scale=m.scaling, causal=True
-        )
+        tensors = query_QHD, key_TGD, value_TGD, cu_q, pack.cu_seqlens
+        if pack.alive is None:
+            out_QHD = self.backbone.kernels.attention(*tensors, scale=m.scaling, causal=True)
+        else:
+            out_QHD = masked_attention(*tensors, pack.alive.mass_T, scale=m.scaling)
         gated = out_QHD.reshape(x_Qd.shape[0], -1) * gate_QHD.reshape(x_Qd.shape[0], -1).sigmoid()
         out: Tensor = m.o_proj(gated)
         return out
@@ -135,7 +144,7 @@ class _GatedDeltaNet:
     def __init__(self, module: Any, backbone: Backbone) -> None:
         self.module, self.backbone = module, backbone
         self.w_in = _fuse([module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a])
-        self.decay_V = -module.A_log.float().exp()
+        self.decay_V = -_wide(module.A_log).exp()
 
     def __call__(self, x_Td: Tensor, pack: Pack) -> Tensor:
         core_TVD, z_TVD = self._recurrence(x_Td, pack)
@@ -148,17 +157,22 @@ class _GatedDeltaNet:
 
     def _recurrence(self, x_Td: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:
         m, T, V = self.module, x_Td.shape[0], self.module.num_v_heads
-        kernels = self.backbone.kernels
+        kernels, alive = self.backbone.kernels, pack.alive
         qkv, z, b_TV, a_TV = F.linear(x_Td, self.w_in).split([m.conv_dim, m.value_dim, V, V], dim=-1)
-        qkv = kernels.causal_conv(qkv, m.conv1d.weight[:, 0], m.conv1d.bias, pack.cu_seqlens)
+        conv = qkv, m.conv1d.weight[:, 0], m.conv1d.bias, pack.cu_seqlens
+        qkv = kernels.causal_conv(*conv) if alive is None else masked_causal_conv_silu(*conv, alive)
         query, key, value = qkv.split([m.key_dim, m.key_dim, m.value_dim], dim=-1)
-        log_decay_TV = self.decay_V * F.softplus(a_TV.float() + m.dt_bias)
+        log_decay_TV, strength_TV = self.decay_V * F.softplus(_wide(a_TV) + m.dt_bias), b_TV.sigmoid()
+        if alive is not None:
+            # Without mass a token neither decays the state nor writes to it.
+            mass_T1 = alive.mass_T[:, None]
+            log_decay_TV, strength_TV = log_decay_TV * mass_T1, strength_TV * mass_T1.to(strength_TV.dtype)
         core_TVD = kernels.gated_delta(
             query.view(T, m.num_k_heads, m.head_k_dim),
             key.view(T, m.num_k_heads, m.head_k_dim),
             value.view(T, V, m.head_v_dim),
             log_decay_TV,
-            b_TV.sigmoid(),
+            strength_TV,
             pack.cu_seqlens,
         )
         return core_TVD, z.view(T, V, m.head_v_dim)
@@ -240,6 +254,11 @@ class Qwen35MoeLayer:
     def received_attention(self, h_Td: Tensor, pack: Pack, *, from_emb: bool) -> tuple[Tensor, Tensor]:
         if not isinstance(self.mixer, _Attention):
             raise BackendError(f"layer {self.index} is Gated DeltaNet, which has no attention map")
+        if pack.alive is not None:
+            raise BackendError(
+                f"the attention map of layer {self.index} was read in a training forward that keeps dropped tokens, "
+                "which would be in it: read it in a packed forward"
+            )
         return self.mixer.received(self._mixer_input(h_Td), pack, from_emb=from_emb)
 
     def shared(self, x_Td: Tensor) -> Tensor:
