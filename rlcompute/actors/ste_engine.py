@@ -1,0 +1,307 @@
+"""What a worker of straight-through training computes, without Ray: forward, loss over all workers' inputs, update.
+
+    own pairs -> soft forward -> embeddings, sums, cost      of this worker
+    gather, add up            -> the whole batch             the same numbers on every worker
+    objective                 -> gradient of each embedding and each sum
+    own part of it            -> backward through the frozen backbone -> gradient of the gates
+    add up                    -> clip, AdamW                 the same update on every worker
+
+The loss is one function of the whole batch, so it does not depend on the number of workers but in its last bits.
+
+Shape legend: 2 sides (query, target), B pairs of the batch, b pairs of this worker, d hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rlcompute.actors.engine import InputCache
+from rlcompute.actors.messages import SIDES, Array
+from rlcompute.backbones.base import Backbone
+from rlcompute.config import Config
+from rlcompute.data.schema import Pair, Side
+from rlcompute.errors import CheckpointError, CollapseError
+from rlcompute.flops import FlopModel
+from rlcompute.pack import EmbeddedInput
+from rlcompute.policies.draws import as_keys, rollout_key
+from rlcompute.policies.ste_gates import StepContext, StraightThroughGates
+from rlcompute.policies.ste_objective import Objective, objective
+from rlcompute.policies.ste_schedule import Stages, learning_rate_factor, temperature
+from rlcompute.soft_encoder import SoftEncoded, encode_soft
+
+EMBEDDED_CACHE_BYTES = 512 * 2**20
+"""Bound of the cache of embedded inputs of one worker."""
+LARGEST_GRADIENT = 1.0
+"""Norm to which a larger gradient is scaled down (paper M, App. E.1)."""
+ADAPTER_LR_FACTOR = 1.0 / 40.0
+"""Learning rate of adapters as a share of that of gates (paper M, App. E.1)."""
+
+
+class Group(Protocol):
+    """The workers that train together."""
+
+    rank: int
+    size: int
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """``x`` of every worker, in the order of ranks; shapes are equal."""
+        ...
+
+    def add(self, x: Tensor) -> Tensor:
+        """The sum of every worker's ``x``, the same bits on all of them."""
+        ...
+
+
+class Alone:
+    """A group of one."""
+
+    rank, size = 0, 1
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """The tensor itself."""
+        return [x]
+
+    def add(self, x: Tensor) -> Tensor:
+        """The tensor itself."""
+        return x
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one iteration leaves for the log.
+
+    Attributes:
+        metrics: scalars by tag.
+        actions_NM3: int64, decisions of all workers in each layer by token modality and action.
+    """
+
+    metrics: dict[str, float]
+    actions_NM3: Array
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """What the objective reads, of all workers, as leaves of the graph; and this worker's part of it."""
+
+    leaves: list[Tensor]
+    own: list[Tensor]
+
+
+class SteEngine:
+    """One worker: a frozen backbone, the gates that it trains and their optimiser."""
+
+    def __init__(
+        self, backbone: Backbone, config: Config, gates: StraightThroughGates, group: Group | None = None
+    ) -> None:
+        """Args:
+        backbone: frozen, but for adapters that are to be trained.
+        config: of the run.
+        gates: trained in place.
+        group: the workers; None for this process alone.
+        """
+        self.backbone, self.gates = backbone, gates
+        self._config, self._group = config, Alone() if group is None else group
+        self._flops = FlopModel(backbone)
+        self._cache: InputCache[EmbeddedInput] = InputCache(EMBEDDED_CACHE_BYTES)
+        self.stages = Stages(config.ste)
+        settings = config.ste
+        self._optimizer = torch.optim.AdamW(
+            gates.parameters(), lr=settings.lr, weight_decay=settings.weight_decay
+        )
+
+    def step(self, iteration: int, pairs: Sequence[Pair], teacher_2Bd: Tensor) -> Step:
+        """One update from a batch.
+
+        Args:
+            iteration: from 0; learning rate, temperature, budgets and noise follow from it.
+            pairs: the whole batch, the same on every worker; this one computes its slice.
+            teacher_2Bd: full-compute embeddings of the batch, [2,B,d].
+        """
+        settings, group = self._config.ste, self._group
+        share = iteration / settings.iterations
+        per_worker = len(pairs) // group.size
+        first = group.rank * per_worker
+        encoded, lengths = self._forward(iteration, pairs[first : first + per_worker])
+        whole = self._whole(encoded, lengths, per_worker)
+        embeddings_Sd, sums, cost = whole.leaves
+        same_BB = _same_target(pairs, embeddings_Sd.device)
+        found = objective(
+            settings,
+            share,
+            embeddings_Sd,
+            teacher_2Bd.flatten(0, 1).to(embeddings_Sd),
+            same_BB,
+            _unflatten(sums, encoded.terms),
+            cost[0] / cost[1],
+            self.backbone.num_experts,
+            self.backbone.top_k,
+        )
+        found.loss.backward()
+        norm = self._update(iteration, share, whole, slice(first, first + per_worker))
+        self.stages.update(iteration, found.progress)
+        metrics = self._metrics(found, share, embeddings_Sd, teacher_2Bd, same_BB, cost, norm)
+        return Step(metrics, group.add(encoded.actions_NM3).cpu().numpy())
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """Copies of AdamW's moments and step counts, by ``parameter.moment``; empty before the first update."""
+        return {
+            f"{name}.{moment}": value.detach().clone()
+            for name, parameter in self._parameters()
+            for moment, value in self._optimizer.state.get(parameter, {}).items()
+        }
+
+    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Continues from saved :meth:`optimizer_tensors`; parameters that were never updated have none.
+
+        Raises:
+            CheckpointError: a tensor is missing, has another shape, or belongs to no parameter.
+        """
+        left = dict(tensors)
+        for name, parameter in self._parameters():
+            shapes = {"step": torch.Size([]), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
+            found = {moment: left.pop(f"{name}.{moment}") for moment in shapes if f"{name}.{moment}" in left}
+            if not found:
+                continue
+            for moment, shape in shapes.items():
+                if moment not in found or found[moment].shape != shape:
+                    has = tuple(found[moment].shape) if moment in found else "missing"
+                    raise CheckpointError(
+                        f"optimiser state {name}.{moment} is {has}, expected shape {tuple(shape)}: resume an earlier "
+                        "checkpoint"
+                    )
+            self._optimizer.state[parameter] = {moment: value.clone() for moment, value in found.items()}
+        if left:
+            raise CheckpointError(
+                f"optimiser state {sorted(left)[0]!r} belongs to no gate of this run: resume with the configuration "
+                "that the run was started with"
+            )
+
+    def _parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return list(self.gates.named_parameters())
+
+    def _forward(self, iteration: int, pairs: Sequence[Pair]) -> tuple[SoftEncoded, Tensor]:
+        """The soft forward of both sides of some pairs, [2b] segments by side and pair, and their lengths."""
+        settings, device = self._config.ste, self.backbone.device
+        inputs = [self._embed(pair, side) for side in SIDES for pair in pairs]
+        seed = self._config.run.seed
+        keys = [rollout_key(seed, iteration, pair.id, side, 0) for side in SIDES for pair in pairs]
+        share = iteration / settings.iterations
+        context = StepContext(
+            share=share, temperature=temperature(settings, share), keys_S=as_keys(keys, device), hard=False
+        )
+        encoded = encode_soft(
+            self.backbone,
+            *self.backbone.pack(inputs),
+            self.gates.soft_policy(context),
+            recompute=settings.activation_checkpointing,
+        )
+        return encoded, torch.tensor([x.length for x in inputs])
+
+    def _whole(self, encoded: SoftEncoded, lengths: Tensor, per_worker: int) -> _Whole:
+        """Embeddings [2B,d], sums [n] and cost [2] (executed and full FLOPs) of all workers."""
+        group = self._group
+        own_2bd = encoded.embeddings_Sd.view(2, per_worker, -1)
+        executed = self._flops.executed(encoded.trace).sum()
+        own = [own_2bd, _flatten(encoded.terms), torch.stack([executed, self._flops.full(lengths).sum()])]
+        gathered = torch.cat(group.gather(own_2bd.detach().contiguous()), dim=1)
+        whole = [gathered.flatten(0, 1), group.add(own[1].detach()), group.add(own[2].detach())]
+        return _Whole([x.requires_grad_() for x in whole], own)
+
+    def _update(self, iteration: int, share: float, whole: _Whole, own_columns: slice) -> float:
+        """Backward through the backbone, gradients added up, and AdamW; returns the gradient's norm."""
+        embeddings_Sd, sums, cost = whole.leaves
+        grads = [
+            torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in (embeddings_Sd, sums, cost)
+        ]
+        grads[0] = grads[0].view(2, -1, embeddings_Sd.shape[1])[:, own_columns]
+        tracked = [(x, g) for x, g in zip(whole.own, grads, strict=True) if x.requires_grad]
+        self._optimizer.zero_grad()
+        torch.autograd.backward([x for x, _ in tracked], [g for _, g in tracked])
+        trainable = self.stages.trainable(iteration)
+        for kind, gate in self.gates.gates.items():
+            for parameter in gate.parameters():
+                if kind not in trainable:
+                    parameter.grad = None
+                elif parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        updated = [p for p in self.gates.parameters() if p.grad is not None]
+        total = self._group.add(torch.cat([p.grad.flatten() for p in updated]))
+        for parameter, gradient in zip(updated, total.split([p.numel() for p in updated]), strict=True):
+            parameter.grad = gradient.view_as(parameter)
+        norm = float(torch.nn.utils.clip_grad_norm_(updated, LARGEST_GRADIENT))
+        if not math.isfinite(norm):
+            raise CollapseError(
+                f"iteration {iteration + 1}: the gradient of the gates is {norm}: lower ste.lr, or raise "
+                "ste.temperature_end"
+            )
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._config.ste.lr * learning_rate_factor(share)
+        self._optimizer.step()
+        return norm
+
+    def _metrics(
+        self,
+        found: Objective,
+        share: float,
+        embeddings_Sd: Tensor,
+        teacher_2Bd: Tensor,
+        same_BB: Tensor,
+        cost: Tensor,
+        norm: float,
+    ) -> dict[str, float]:
+        settings = self._config.ste
+        student_2Bd = embeddings_Sd.detach().view(2, -1, embeddings_Sd.shape[1])
+        teacher_2Bd = teacher_2Bd.to(student_2Bd)
+        return {
+            "loss/total": float(found.loss),
+            **{f"loss/{name}": float(part) for name, part in found.parts.items()},
+            **{f"rate/{name}": rate for name, rate in found.rates.items()},
+            "recall/mean": _recall(student_2Bd, same_BB),
+            "recall/teacher": _recall(teacher_2Bd, same_BB),
+            "distill/cosine": float((student_2Bd * teacher_2Bd).sum(-1).mean()),
+            "compute/lm_saved": 1.0 - float(cost[0] / cost[1]),
+            "policy/gradient_norm": norm,
+            "policy/lr": settings.lr * learning_rate_factor(share),
+            "policy/temperature": temperature(settings, share),
+        }
+
+    def _embed(self, pair: Pair, side: str) -> EmbeddedInput:
+        """An input after token embedding and vision tower; one at a time, so that its bits are always the same."""
+        key = (pair.id, side)
+        cached = self._cache.get(key)
+        if cached is None:
+            content: Side = getattr(pair, side)
+            model_input = self.backbone.preprocessor(content, f"{side} of row {pair.id!r}")
+            (cached,) = self.backbone.embed_inputs([model_input])
+            self._cache.put(key, cached)
+        return cached
+
+
+def _flatten(terms: Mapping[str, Tensor]) -> Tensor:
+    """All sums in one vector, float64."""
+    return torch.cat([x.double().flatten() for x in terms.values()])
+
+
+def _unflatten(vector: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The sums of a vector by name."""
+    parts = vector.split([x.numel() for x in like.values()])
+    return {name: part.view_as(x) for (name, x), part in zip(like.items(), parts, strict=True)}
+
+
+def _same_target(pairs: Sequence[Pair], device: torch.device) -> Tensor:
+    """Whether pair j's target also answers pair i's query, bool [B,B]."""
+    ids = [pair.target_id for pair in pairs]
+    return torch.tensor([[a == b for b in ids] for a in ids], device=device)
+
+
+def _recall(embeddings_2Bd: Tensor, same_BB: Tensor) -> float:
+    """Share of queries whose target beats all others of the batch; ties count against it."""
+    scores_BB = embeddings_2Bd[0] @ embeddings_2Bd[1].T
+    others_BB = scores_BB.masked_fill(same_BB, -2.0)
+    return float((scores_BB.diagonal() > others_BB.amax(dim=1)).float().mean())
