@@ -8,26 +8,17 @@ Paths are relative to the working directory.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-OpenFraction = Annotated[float, Field(gt=0.0, lt=1.0)]
-Positive = Annotated[float, Field(gt=0.0)]
-NonNegative = Annotated[float, Field(ge=0.0)]
-Count = Annotated[int, Field(ge=1)]
+from rlcompute.config_base import Count, Fraction, NonNegative, OpenFraction, Positive, Section
+from rlcompute.config_ste import SteConfig, ste_problems
 
-PolicyName = Literal["full", "grpo", "random", "uniform_topk"]
+PolicyName = Literal["full", "gates", "random", "uniform_topk"]
 
 DEMO_BACKBONE = "demo"
 """Stands for the embedder that ships with the package wherever a backbone's path is asked for."""
-
-
-class Section(BaseModel):
-    """Base of all sections: immutable, unknown keys refused, no silent type conversion."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class RunConfig(Section):
@@ -39,6 +30,11 @@ class RunConfig(Section):
     )
     dir: str = Field("runs", min_length=1, description="Folder that holds the run folders.")
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of every random draw of the run.")
+    method: Literal["grpo", "ste"] = Field(
+        "grpo",
+        description="How gates are trained: from sampled actions (`grpo`), or by gradients through the frozen backbone "
+        "(`ste`, straight-through).",
+    )
 
     @property
     def folder(self) -> Path:
@@ -230,10 +226,10 @@ class EvaluationConfig(Section):
     gallery: int = Field(500, ge=2, description="Targets that each query is ranked against (targets).")
     batch_size: Count = Field(32, description="Inputs packed and executed at once (inputs).")
     policies: tuple[PolicyName, ...] = Field(
-        ("full", "grpo", "random", "uniform_topk"),
+        ("full", "gates", "random", "uniform_topk"),
         strict=False,
         min_length=1,
-        description="Policies to compare; `random` spends the executed FLOPs of `grpo`.",
+        description="Policies to compare; `random` spends the executed FLOPs of `gates`.",
     )
     bootstrap_samples: Count = Field(2000, description="Paired bootstrap resamples behind each interval.")
     timing_pairs: Count = Field(
@@ -300,11 +296,17 @@ class Config(Section):
     compute: ComputeConfig = ComputeConfig()
     controller: ControllerConfig = ControllerConfig()
     grpo: GRPOSettings = GRPOSettings()
+    ste: SteConfig = SteConfig()
     ray: RayConfig = RayConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     calibration: CalibrationConfig = CalibrationConfig()
     compare: CompareConfig = CompareConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def iterations(self) -> int:
+        """Training iterations of the chosen method."""
+        return self.grpo.iterations if self.run.method == "grpo" else self.ste.iterations
 
     @model_validator(mode="after")
     def _check_across_fields(self) -> Config:
@@ -315,10 +317,38 @@ class Config(Section):
 
 def _cross_field_problems(config: Config) -> list[str]:
     """Checks that involve more than one key; each message names the keys and what to change."""
-    grpo, reward, evaluation = config.grpo, config.reward, config.evaluation
-    problems = []
+    evaluation = config.evaluation
+    problems = _grpo_problems(config) if config.run.method == "grpo" else _ste_problems(config)
     if config.data.train == config.data.test:
         problems.append("data.train and data.test are the same file: give held-out pairs in data.test")
+    if evaluation.pairs_per_modality % evaluation.gallery:
+        problems.append(
+            f"evaluation.pairs_per_modality={evaluation.pairs_per_modality} is not a multiple of "
+            f"evaluation.gallery={evaluation.gallery}: the last gallery would be smaller and easier"
+        )
+    return problems
+
+
+def _ste_problems(config: Config) -> list[str]:
+    """Those of a run that trains straight-through gates."""
+    problems = ste_problems(config.ste)
+    if config.ste.pairs_per_batch % config.ray.num_workers:
+        problems.append(
+            f"ray.num_workers={config.ray.num_workers} does not divide "
+            f"ste.pairs_per_batch={config.ste.pairs_per_batch}: workers take equal shares, change one of them"
+        )
+    if config.policy.init_from is not None:
+        problems.append(
+            f"policy.init_from={config.policy.init_from} starts the heads of run.method=grpo: remove it, since "
+            "run.method=ste starts near full compute"
+        )
+    return problems
+
+
+def _grpo_problems(config: Config) -> list[str]:
+    """Those of a run that trains by GRPO."""
+    grpo, reward = config.grpo, config.reward
+    problems = []
     if config.policy.init_skip + config.policy.init_drop >= 1.0:
         problems.append(
             f"policy.init_skip + policy.init_drop is {config.policy.init_skip + config.policy.init_drop:g}, "
@@ -350,10 +380,5 @@ def _cross_field_problems(config: Config) -> list[str]:
         problems.append(
             "compute.cost=measured charges the seconds of a table, but compute.cost_table is not set: name one, made "
             "on this hardware with `rlcompute calibrate costs --config <this configuration> --out cost_table.json`"
-        )
-    if evaluation.pairs_per_modality % evaluation.gallery:
-        problems.append(
-            f"evaluation.pairs_per_modality={evaluation.pairs_per_modality} is not a multiple of "
-            f"evaluation.gallery={evaluation.gallery}: the last gallery would be smaller and easier"
         )
     return problems

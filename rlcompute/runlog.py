@@ -39,7 +39,15 @@ from rlcompute.errors import CheckpointError, ConfigError
 from rlcompute.progress import ProgressReporter
 
 # Keys that a resumed run may change: they alter no result of training.
-RESUMABLE = ("run.dir", "ray.", "logging.", "evaluation.", "grpo.checkpoint_every", "data.test")
+RESUMABLE = (
+    "run.dir",
+    "ray.",
+    "logging.",
+    "evaluation.",
+    "grpo.checkpoint_every",
+    "ste.checkpoint_every",
+    "data.test",
+)
 
 Images = Mapping[str, NDArray[np.uint8]]
 
@@ -177,9 +185,7 @@ class RunLog:
         self._metrics = self.folder.metrics.open("a", encoding="utf-8")
         self._writer: Any = SummaryWriter(str(self.folder.tensorboard), purge_step=completed + 1)
         self.iteration = completed
-        self._progress = ProgressReporter(
-            "training", config.grpo.iterations, unit="iteration", done=completed
-        )
+        self._progress = ProgressReporter("training", config.iterations, unit="iteration", done=completed)
 
     def __enter__(self) -> Self:
         return self

@@ -33,10 +33,10 @@ def test_later_sources_win(config_file: Path) -> None:
 
 def test_values_are_read_as_yaml(config_file: Path) -> None:
     config = load_config(
-        config_file, ["grpo.lr=5e-3", "evaluation.policies=[full,grpo]", "ray.dashboard=true"]
+        config_file, ["grpo.lr=5e-3", "evaluation.policies=[full,gates]", "ray.dashboard=true"]
     )
     assert config.grpo.lr == pytest.approx(0.005)
-    assert config.evaluation.policies == ("full", "grpo")
+    assert config.evaluation.policies == ("full", "gates")
     assert config.ray.dashboard is True
 
 
@@ -100,6 +100,10 @@ def test_configuration_is_immutable(config_file: Path) -> None:
         ("data.test=train.parquet", ["same file"]),
         ("controller.ramp_start=0.9", ["ramp_start=0.9 is above reward.target_flops_saved=0.45"]),
         ("evaluation.gallery=300", ["not a multiple of evaluation.gallery=300"]),
+        ("run.method=magic", ["'grpo' or 'ste'"]),
+        ("ste.actions=[token_pruner,magic]", ["`ste.actions.1` is 'magic'", "expert_skip"]),
+        ("ste.actions=[]", ["`ste.actions`", "at least 1"]),
+        ("actions=[token_pruner]", ["did you mean `ste.actions`"]),
     ],
 )
 def test_a_wrong_override_is_explained(config_file: Path, override: str, parts: list[str]) -> None:
@@ -115,6 +119,64 @@ def test_more_negatives_than_a_batch_has_is_refused_without_a_bank(config_file: 
     with pytest.raises(ConfigError, match="only 120 negatives"):
         load_config(config_file, ["reward.bank=false", "reward.negatives=121"])
     assert load_config(config_file, ["reward.bank=true", "reward.negatives=121"]).reward.negatives == 121
+
+
+BOTH = "ste.actions=[token_pruner,expert_skip]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (
+            ["ste.actions=[layer_skip,layer_skip]"],
+            ["ste.actions=[layer_skip,layer_skip] names an action twice"],
+        ),
+        (["ste.actions=[halt_beta,token_pruner]"], ["halting action", "has to be the only one"]),
+        (["ste.actions=[halt_avit,early_exit]"], ["halting action"]),
+        (["ste.combination=shared"], ["ste.combination=shared", "ste.combination=simultaneous"]),
+        (["ste.combination=alternating"], ["ste.actions=[token_pruner] has one"]),
+        ([BOTH], ["ste.skip_target is not set", "ste.combination=shared"]),
+        ([BOTH, "ste.combination=sequential"], ["ste.skip_target is not set"]),
+        (["ste.warmup_share=0.9", "ste.ramp_share=0.2"], ["ste.warmup_share + ste.ramp_share is 1.1"]),
+        (["ste.temperature_end=5.0"], ["ste.temperature_end=5 is above ste.temperature_start=4"]),
+        (["ste.contrastive_weight=0", "ste.distill_weight=0"], ["are both 0"]),
+        (["ray.num_workers=3"], ["ray.num_workers=3 does not divide ste.pairs_per_batch=32"]),
+        (["policy.init_from=export"], ["policy.init_from=export", "run.method=ste"]),
+        (["data.test=train.parquet"], ["same file"]),
+        (["evaluation.gallery=300"], ["not a multiple of evaluation.gallery=300"]),
+    ],
+)
+def test_a_run_of_straight_through_gates_is_checked(
+    config_file: Path, overrides: list[str], parts: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(config_file, ["run.method=ste", *overrides])
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["ray.num_workers=16", "grpo.micro_batch_pairs=3", "controller.ramp_start=0.9"],
+        ["compute.cost=measured", "policy.init_skip=0.99", "ste.actions=[halt_cumulative]"],
+        [BOTH, "ste.skip_target=0.4"],
+        ["ste.actions=[token_pruner,null_experts,expert_skip]", "ste.combination=shared"],
+        ["ste.actions=[null_experts,layer_skip]", "ste.combination=alternating", "ste.null_experts=4"],
+    ],
+)
+def test_what_only_concerns_the_other_method_is_no_obstacle(config_file: Path, overrides: list[str]) -> None:
+    assert load_config(config_file, ["run.method=ste", *overrides]).iterations == 300
+    assert load_config(config_file, ["run.method=grpo", BOTH]).iterations == 150
+
+
+def test_the_weight_of_expert_skip_depends_on_its_company(config_file: Path) -> None:
+    def weight(*overrides: str) -> float:
+        return load_config(config_file, ["run.method=ste", *overrides]).ste.resolved_skip_weight
+
+    assert weight("ste.actions=[expert_skip]") == 0.02
+    assert weight(BOTH, "ste.skip_target=0.4") == 1.0
+    assert weight(BOTH, "ste.skip_target=0.4", "ste.skip_weight=0.3") == 0.3
 
 
 @pytest.mark.parametrize(
@@ -158,7 +220,7 @@ def test_every_field_is_described() -> None:
 
 
 def test_there_are_few_keys() -> None:
-    assert len(list(fields())) <= 70
+    assert len(list(fields())) <= 110
 
 
 def test_every_shipped_configuration_is_valid(repository: Path) -> None:
@@ -170,8 +232,9 @@ def test_every_shipped_configuration_is_valid(repository: Path) -> None:
 
 
 def test_every_key_is_read_somewhere(repository: Path) -> None:
-    definitions = {repository / "rlcompute" / "config.py", repository / "rlcompute" / "config_loading.py"}
-    chains: set[str] = {"run.name", "run.dir"}  # read by RunConfig.folder
+    definitions = set((repository / "rlcompute").glob("config*.py"))
+    # Read by RunConfig.folder and by SteConfig.resolved_skip_weight.
+    chains: set[str] = {"run.name", "run.dir", "ste.skip_weight"}
     attributes: set[str] = set()
     for path in set((repository / "rlcompute").rglob("*.py")) - definitions:
         tree = ast.parse(path.read_text())
@@ -184,14 +247,26 @@ def test_every_key_is_read_somewhere(repository: Path) -> None:
         if key not in chains and not passed_on_whole:
             unread.append(key)
     assert unread == []
-    assert "run.folder" in chains
+    assert {"run.folder", "ste.resolved_skip_weight"} <= chains
 
 
 def read_chains(tree: ast.Module) -> set[str]:
-    """All `section.key` that a module reads, also through a name that was set to a section: `grpo = config.grpo`."""
+    """All `section.key` that a module reads.
+
+    Also through a name that was set to a section (`grpo = config.grpo`) or declared to be one (`ste: SteConfig`).
+    """
     sections = set(Config.model_fields)
+    models = {
+        field.annotation.__name__: name for name, field in Config.model_fields.items() if field.annotation
+    }
     aliases: dict[str, str] = {section: section for section in sections}
     for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.arg)
+            and isinstance(node.annotation, ast.Name)
+            and node.annotation.id in models
+        ):
+            aliases[node.arg] = models[node.annotation.id]
         if isinstance(node, ast.Assign):
             for target, value in zip(*map(parts, (node.targets[0], node.value)), strict=False):
                 if (
@@ -204,7 +279,7 @@ def read_chains(tree: ast.Module) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             if isinstance(node.value, ast.Attribute):
-                chains.add(f"{node.value.attr}.{node.attr}")
+                chains.add(f"{aliases.get(node.value.attr, node.value.attr)}.{node.attr}")
             elif isinstance(node.value, ast.Name) and node.value.id in aliases:
                 chains.add(f"{aliases[node.value.id]}.{node.attr}")
     return chains
