@@ -100,7 +100,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     from rlcompute.runlog import RunFolder
 
     gates = arguments.gates
-    if gates is None and "grpo" in config.evaluation.policies:
+    if gates is None and "gates" in config.evaluation.policies:
         gates = latest_checkpoint(config.run.folder)
     evaluation.run(config, gates, arguments.out or RunFolder(config.run.folder).evaluation)
     return 0

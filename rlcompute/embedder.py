@@ -16,7 +16,6 @@ from rlcompute.data.schema import Side
 from rlcompute.decision import Full, Policy
 from rlcompute.encoder import encode
 from rlcompute.policies.checkpoint import check_backbone, load_gates
-from rlcompute.policies.gates import GreedyGates
 from rlcompute.policies.tile_aware import TileAware
 from rlcompute.preprocess import DEFAULT_MAX_TOKENS
 
@@ -116,7 +115,7 @@ class AdaptiveEmbedder:
         max_tokens = int(saved.extra.get("max_tokens", DEFAULT_MAX_TOKENS))
         loaded = load_backbone(where, dtype=dtype, device=device, max_tokens=max_tokens)
         check_backbone(saved, path, loaded.hash, where)
-        policy: Policy = Full() if full_compute else GreedyGates(saved.heads.to(device=device))
+        policy: Policy = Full() if full_compute else saved.gates.to(device=device).policy()
         if tile_rows is not None:
             policy = TileAware(policy, rows_per_tile=tile_rows, num_experts=loaded.num_experts)
         return cls(loaded, policy)

@@ -1,8 +1,8 @@
 """Accuracy, compute and time of policies on held-out pairs, in one table and one file.
 
-    pairs -> inputs -> pass 1: full, grpo (shared vision features)
-                       pass 2: random, at the executed FLOPs that pass 1 found for grpo, and uniform_topk, with
-                               the k whose FLOPs come nearest to them
+    pairs -> inputs -> pass 1: full, gates (shared vision features)
+                       pass 2: random, at the executed FLOPs that pass 1 found for gates, and uniform_topk,
+                               with the k whose FLOPs come nearest to them
                     -> ranks in galleries, FLOPs as shares of full compute, bootstrap intervals
     a few pairs     -> clock: all policies in turn on the same batches
                     -> table, evaluation.json, evaluation.png
@@ -40,14 +40,13 @@ from rlcompute.passes import (
 )
 from rlcompute.plots import accuracy_against_compute, write_png
 from rlcompute.policies.checkpoint import SavedGates, check_backbone, load_gates
-from rlcompute.policies.gates import GreedyGates
 
 logger = logging.getLogger(__name__)
 
 RESULT_FILE = "evaluation.json"
 PICTURE_FILE = "evaluation.png"
 RANDOM_TOLERANCE = 0.01
-"""How far the random control's executed FLOPs may be from grpo's, as a share of them."""
+"""How far the random control's executed FLOPs may be from the gates', as a share of them."""
 
 
 def run(config: Config, gates: Path | None, out: Path) -> dict[str, Any]:
@@ -58,14 +57,14 @@ def run(config: Config, gates: Path | None, out: Path) -> dict[str, Any]:
 
     Args:
         config: the run's configuration.
-        gates: folder of gates for the policy ``grpo``; None if that policy is not asked for.
+        gates: folder of gates for the policy ``gates``; None if that policy is not asked for.
         out: folder for ``evaluation.json`` and ``evaluation.png``; made if it is missing.
 
     Returns:
         What ``evaluation.json`` holds.
 
     Raises:
-        ConfigError: ``grpo`` without gates, or ``random`` without ``grpo``.
+        ConfigError: the policy ``gates`` without a folder of gates, or ``random`` without ``gates``.
         CheckpointError: backbone or gates cannot be loaded, or do not belong together.
         DataError: the file cannot be used, or has no pairs.
     """
@@ -104,15 +103,15 @@ def run(config: Config, gates: Path | None, out: Path) -> dict[str, Any]:
 
 def _load_gates(config: Config, gates: Path | None) -> SavedGates | None:
     policies = config.evaluation.policies
-    if "random" in policies and "grpo" not in policies:
+    if "random" in policies and "gates" not in policies:
         raise ConfigError(
-            "evaluation.policies has random without grpo, whose executed FLOPs random is to spend: add grpo"
+            "evaluation.policies has random without gates, whose executed FLOPs random is to spend: add gates"
         )
-    if "grpo" not in policies:
+    if "gates" not in policies:
         return None
     if gates is None:
         raise ConfigError(
-            "evaluation.policies has grpo, which needs gates: train first, or pass --gates FOLDER"
+            "evaluation.policies has gates, but there are none: train first, or pass --gates FOLDER"
         )
     return load_gates(gates)
 
@@ -124,23 +123,25 @@ def _measure_all(
     settings = config.evaluation
     contenders = [Contender("full", lambda names: Full())]
     if saved is not None:
-        greedy = GreedyGates(saved.heads.to(device=backbone.device))
-        contenders.append(Contender("grpo", lambda names: greedy))
+        policy = saved.gates.to(device=backbone.device).policy()
+        contenders.append(Contender("gates", lambda names: policy))
     items = items_of([pair for group in pairs.values() for pair in group])
     batches = InputBatches(backbone, items, settings.batch_size)
     facts, measured = measure(backbone, batches, contenders, "evaluating")
     controls = []
     if saved is not None and "random" in settings.policies:
         controls.append(
-            random_like(backbone, facts, measured["grpo"], saved.heads.droppable, config.run.seed)
+            random_like(backbone, facts, measured["gates"], saved.gates.droppable, config.run.seed)
         )
     if "uniform_topk" in settings.policies:
-        controls.append(uniform_like(backbone, facts, measured.get("grpo")))
+        controls.append(uniform_like(backbone, facts, measured.get("gates")))
     if controls:
         measured |= measure(backbone, batches, controls, "evaluating controls")[1]
     if "random" in measured:
-        ratio = float(measured["random"].executed_S.sum() / measured["grpo"].executed_S.sum())
+        ratio = float(measured["random"].executed_S.sum() / measured["gates"].executed_S.sum())
         if abs(ratio - 1.0) > RANDOM_TOLERANCE:
-            logger.warning("random executes %.1f %% of grpo's FLOPs: the sample is too small", 100.0 * ratio)
+            logger.warning(
+                "random executes %.1f %% of the gates' FLOPs: the sample is too small", 100.0 * ratio
+            )
     contenders += controls
     return contenders, facts, measured

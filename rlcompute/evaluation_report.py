@@ -33,7 +33,7 @@ class Outcome:
 
     Attributes:
         suite, backbone: what was evaluated, in words.
-        gates: folder of the gates of ``grpo``, or None.
+        gates: folder of the measured gates, or None.
         pairs: the pairs by modality, in the inputs' order.
         facts: of the inputs.
         measured: by policy name; ``full`` is always there.

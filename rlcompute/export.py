@@ -78,7 +78,7 @@ def export_gates(config: Config, *, step: int | None = None, out: Path | None = 
     temporary = out.with_name(out.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    save_gates(temporary, saved.heads, saved.backbone, saved.extra)
+    save_gates(temporary, saved.gates, saved.backbone, saved.extra)
     card = model_card(config, saved, checkpoint, _measured(run_folder, checkpoint))
     (temporary / CARD).write_text(card, encoding="utf-8")
     if out.exists():
@@ -102,15 +102,14 @@ def _measured(run_folder: Path, checkpoint: Path) -> dict[str, Any] | None:
 
 def model_card(config: Config, saved: SavedGates, checkpoint: Path, evaluation: dict[str, Any] | None) -> str:
     """The README of an export in Markdown; `evaluation` is the content of `evaluation.json` or None."""
-    layers, _, features = saved.heads.weight_N3F.shape
     lines = [
         f"# Gates of run {config.run.name}",
         "",
-        "Linear ROUTE / SKIP / DROP heads for a frozen mixture-of-experts embedder, trained by GRPO with rlcompute.",
+        f"Gates for a frozen mixture-of-experts embedder, trained with rlcompute ({saved.method}).",
         "",
         f"- Backbone: `{saved.backbone['path']}` ({saved.backbone['family']}), hash `{saved.backbone['hash']}`.",
         "  Another backbone is refused.",
-        f"- Heads: {layers} layers, {features} features each, droppable tokens: {saved.heads.droppable}.",
+        *(f"- {line}" for line in saved.gates.summary()),
         f"- Checkpoint: `{checkpoint.name}`; target saving {config.reward.target_flops_saved:.0%} of the language "
         f"model's {describe_cost(config.compute)}, "
         f"recall floor {config.reward.recall_floor:.0%} of the teacher's, seed {config.run.seed}.",

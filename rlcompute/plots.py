@@ -28,7 +28,7 @@ Picture = npt.NDArray[np.uint8]
 
 _POLICY_STYLES = {
     "full": ("#222222", "s"),
-    "grpo": ("#d1495b", "o"),
+    "gates": ("#d1495b", "o"),
     "random": ("#6c757d", "X"),
     "uniform_topk": ("#00798c", "D"),
 }

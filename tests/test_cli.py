@@ -234,7 +234,7 @@ def test_the_model_card_shows_what_was_measured_for_these_gates(
     for step in steps:
         (step / "COMPLETE").touch()
     entry = {
-        "name": "grpo",
+        "name": "gates",
         "mean_recall_at_1": 81.25,
         "delta_vs_full": {"mean": -0.5, "ci95": [-1.25, 0.25]},
         "modalities": {"image": {"recall_at_1": 90.0}, "video": {"recall_at_1": 72.5}},
@@ -249,7 +249,7 @@ def test_the_model_card_shows_what_was_measured_for_these_gates(
     assert main(["export", *config]) == 0
     card = (run / "export" / "README.md").read_text()
     assert "the suite" in card
-    assert "| grpo | 81.2 | -0.50 (-1.25 … +0.25) | 90.0 | 72.5 | 26.2% | 43.1% | 1.30x |" in card
+    assert "| gates | 81.2 | -0.50 (-1.25 … +0.25) | 90.0 | 72.5 | 26.2% | 43.1% | 1.30x |" in card
     assert main(["export", *config, "--step", "1"]) == 0
     card = (run / "export" / "README.md").read_text()
     assert "Not measured" in card

@@ -118,7 +118,7 @@ def test_texts_are_cut_where_they_were_cut_in_training(export: Path, tmp_path: P
     folder = tmp_path / "short"
     saved = load_gates(export)
     folder.mkdir()
-    save_gates(folder, saved.heads, saved.backbone, {"max_tokens": 3})
+    save_gates(folder, saved.gates, saved.backbone, {"max_tokens": 3})
     short = AdaptiveEmbedder.from_pretrained(folder).encode(["one two three four", "one two three five"])
     np.testing.assert_allclose(short[0], short[1], atol=1e-5)
     full = AdaptiveEmbedder.from_pretrained(export).encode(["one two three four", "one two three five"])

@@ -87,7 +87,7 @@ def test_the_file_has_exactly_the_documented_keys(folder: Path, result: dict[str
     assert content == result
     assert set(content) == {"suite", "backbone", "gates", "policies"}
     assert content["gates"] == str(folder / "gates")
-    assert [entry["name"] for entry in content["policies"]] == ["full", "grpo", "random", "uniform_topk"]
+    assert [entry["name"] for entry in content["policies"]] == ["full", "gates", "random", "uniform_topk"]
     for entry in content["policies"]:
         assert set(entry) == {
             *("name", "parameters", "mean_recall_at_1", "delta_vs_full", "modalities", "flops"),
@@ -130,9 +130,9 @@ def test_figures_fit_each_other(result: dict[str, Any]) -> None:
             # alone.
             assert saved < entry["flops"]["lm_executed_saved"]
             assert entry["conversion"] == pytest.approx((1 - 1 / entry["speedup"]) / saved)
-    assert entries["grpo"]["flops"]["executed_saved"] > 0.05
-    spent = {name: 1 - entries[name]["flops"]["lm_executed_saved"] for name in ("random", "grpo")}
-    assert spent["random"] == pytest.approx(spent["grpo"], rel=0.015)
+    assert entries["gates"]["flops"]["executed_saved"] > 0.05
+    spent = {name: 1 - entries[name]["flops"]["lm_executed_saved"] for name in ("random", "gates")}
+    assert spent["random"] == pytest.approx(spent["gates"], rel=0.015)
 
 
 def test_accuracy_of_full_compute_equals_embedding_pair_by_pair(folder: Path, result: dict[str, Any]) -> None:
@@ -157,7 +157,7 @@ def test_accuracy_of_full_compute_equals_embedding_pair_by_pair(folder: Path, re
 def test_gates_that_route_everything_equal_full_compute_at_their_own_cost(
     folder: Path, tmp_path: Path
 ) -> None:
-    config = make_config(folder, policies=["grpo"])
+    config = make_config(folder, policies=["gates"])
     (entry,) = evaluation.run(config, folder / "all_route", tmp_path)["policies"]
     assert entry["delta_vs_full"]["mean"] == 0.0
     assert -0.05 < entry["flops"]["lm_executed_saved"] < 0.0
@@ -177,8 +177,8 @@ def test_a_sample_smaller_than_asked_is_used_and_said(
 @pytest.mark.parametrize(
     ("keys", "gates", "error", "message"),
     [
-        ({"policies": ["full", "random"]}, "gates", ConfigError, "add grpo"),
-        ({}, None, ConfigError, "needs gates"),
+        ({"policies": ["full", "random"]}, "gates", ConfigError, "add gates"),
+        ({}, None, ConfigError, "but there are none"),
         ({}, "foreign", CheckpointError, "belong to backbone"),
         ({}, "nowhere", CheckpointError, "nowhere"),
     ],

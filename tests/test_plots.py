@@ -35,7 +35,7 @@ def test_accuracy_against_compute_grows_with_the_panels() -> None:
     many = [
         AccuracyPoint(policy, panel, executed, 80.0 - loss, 79.0 - loss, 81.0 - loss)
         for panel in ("mean", "image", "video", "text")
-        for policy, executed, loss in (("full", 100.0, 0.0), ("grpo", 70.0, 0.5), ("other", 70.0, 8.0))
+        for policy, executed, loss in (("full", 100.0, 0.0), ("gates", 70.0, 0.5), ("other", 70.0, 8.0))
     ]
     small, large = accuracy_against_compute(one, "x"), accuracy_against_compute(many, "x")
     check_picture(small)

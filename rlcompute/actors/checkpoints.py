@@ -23,8 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlcompute.errors import CheckpointError
-from rlcompute.policies.checkpoint import SavedGates, load_gates, save_gates
-from rlcompute.policies.gates import GateHeads
+from rlcompute.policies.checkpoint import Gates, SavedGates, load_gates, save_gates
 
 FORMAT_VERSION = 1
 OPTIMIZER = "optimizer.safetensors"
@@ -60,7 +59,7 @@ class Checkpoint:
 def save_checkpoint(
     checkpoints: Path,
     *,
-    heads: GateHeads,
+    gates: Gates,
     optimizer: dict[str, Tensor],
     state: TrainerState,
     backbone: dict[str, str],
@@ -70,7 +69,7 @@ def save_checkpoint(
 
     Args:
         checkpoints: folder that holds the run's checkpoints.
-        heads: current gate heads.
+        gates: the current ones.
         optimizer: the optimiser's tensors.
         state: the driver's state.
         backbone, extra: see :func:`rlcompute.policies.checkpoint.save_gates`.
@@ -78,7 +77,7 @@ def save_checkpoint(
     folder = checkpoints / f"step_{state.completed:06d}"
     shutil.rmtree(folder, ignore_errors=True)  # what an interrupted session left incomplete
     folder.mkdir(parents=True)
-    save_gates(folder, heads, backbone, extra)
+    save_gates(folder, gates, backbone, extra)
     save_file(optimizer, folder / OPTIMIZER)
     content = {"format_version": FORMAT_VERSION, **vars(state)}
     (folder / STATE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

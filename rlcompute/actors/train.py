@@ -30,7 +30,7 @@ from rlcompute.envs.reward import check_negatives
 from rlcompute.errors import CheckpointError
 from rlcompute.export import export_gates, latest_checkpoint
 from rlcompute.plan import Shape, read_shape
-from rlcompute.policies.checkpoint import check_backbone, load_gates
+from rlcompute.policies.checkpoint import check_backbone, heads_of, load_gates
 from rlcompute.policies.gates import GateHeads, init_heads
 from rlcompute.runlog import RunLog, check_run_folder
 
@@ -122,12 +122,13 @@ def check(config: Config, *, resume: bool) -> Inputs:
     if config.policy.init_from is not None:
         saved = load_gates(config.policy.init_from)
         check_backbone(saved, config.policy.init_from, backbone["hash"], folder)
-        initial = replace(saved.heads, droppable=config.policy.droppable)
+        initial = replace(heads_of(saved, config.policy.init_from), droppable=config.policy.droppable)
     checkpoint = None
     if resume:
         latest = latest_checkpoint(config.run.folder)
         checkpoint = load_checkpoint(latest)
         check_backbone(checkpoint.gates, latest, backbone["hash"], folder)
+        heads_of(checkpoint.gates, latest)
     check_port(config)
     pair_set = read_pairs(
         config.data.train, limit_per_task=config.data.pairs_per_task, on_bad_row=config.data.on_bad_row
@@ -226,7 +227,7 @@ class Trainer:
     def _initial_heads(self, algorithm: GRPO) -> GateHeads:
         inputs, policy = self._inputs, self._config.policy
         if inputs.checkpoint is not None:
-            return inputs.checkpoint.gates.heads
+            return heads_of(inputs.checkpoint.gates, self._config.run.folder)
         if inputs.initial is not None:
             return inputs.initial
         normaliser = algorithm.calibrate(_calibration_pairs(inputs.pairs))
@@ -243,7 +244,7 @@ class Trainer:
         learner, completed = self.algorithm.learner, self.algorithm.completed
         save_checkpoint(
             self._log.folder.checkpoints,
-            heads=learner.heads(),
+            gates=learner.heads(),
             optimizer=learner.optimizer_tensors(),
             state=TrainerState(completed, self._scorer.controller.state(), self._scorer.monitor.state()),
             backbone=self._inputs.backbone,

@@ -72,7 +72,7 @@ def run(config: Config, out: Path) -> dict[str, Any]:
         "backbone": f"{backbone.path} ({backbone.family}, {backbone.hash[:16]})",
         "layers, experts, experts a token": f"{backbone.num_layers}, {backbone.num_experts}, {backbone.top_k}",
         "full compute": str(evidence.full_recall),
-        "trained policies": ", ".join(evidence.learned) or "none",
+        "policies trained by GRPO": ", ".join(evidence.learned) or "none",
     }
     found = claims_report.content(facts, results)
     claims_report.write(out, found)

@@ -15,6 +15,7 @@ import numpy as np
 
 from rlcompute.compare.claims_model import CEILING, Figure, Finding, Judgement, exact
 from rlcompute.metrics import FloatArray, IntArray, bootstrap_interval
+from rlcompute.policies.checkpoint import HEADS, METHODS
 
 if TYPE_CHECKING:
     from rlcompute.compare.claims_firing import Firing
@@ -135,10 +136,11 @@ class Evidence:
 
     @cached_property
     def learned(self) -> Mapping[str, Sequence[Point]]:
-        """Trained policies, by the entry that they were configured by."""
+        """Policies trained by GRPO, which the claims are about, by the entry that they were configured by."""
         groups: dict[str, list[Point]] = {}
         for point in self._measure(self._learned, ()) if self._learned else ():
-            groups.setdefault(point.spec, []).append(point)
+            if point.method == METHODS[HEADS]:
+                groups.setdefault(point.spec, []).append(point)
         return groups
 
     def rivals(self, budget: float) -> list[Point]:
@@ -208,5 +210,5 @@ def conversion(name: str, point: Point) -> Figure:
 
 def with_gates(check: Callable[[Evidence], Finding]) -> Callable[[Evidence], Finding]:
     """The check of a claim on trained policies: undecided where nothing was trained."""
-    missing = Finding(Judgement("undecided", "compare.policies names no trained gates"), ())
+    missing = Finding(Judgement("undecided", "compare.policies names no gates trained by GRPO"), ())
     return lambda evidence: check(evidence) if evidence.learned else missing

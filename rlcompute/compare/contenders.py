@@ -30,9 +30,8 @@ from rlcompute.policies.expert_rules import (
     SkipLayers,
     UniformTopK,
 )
-from rlcompute.policies.gates import GreedyGates
 from rlcompute.policies.modes import Modes
-from rlcompute.policies.rules import BACKBONES, PolicySpec, Rule, Value, parse
+from rlcompute.policies.rules import BACKBONES, LEARNED, PolicySpec, Rule, Value, parse
 from rlcompute.policies.token_rules import AttentionPruning, BetaPruning, RandomPruning
 
 Make = Callable[[Sequence[str]], Policy]
@@ -135,6 +134,11 @@ class Builder:
                 found["seed"] = self._config.run.seed
         return found
 
+    def method(self, spec: PolicySpec) -> str | None:
+        """What trained the gates of a policy, in words; None if it has none."""
+        folders = (str(rule.values["path"]) for rule in spec.rules if rule.name in LEARNED)
+        return next((load_gates(folder).method for folder in folders), None)
+
     def _backbone_of(self, spec: PolicySpec) -> Backbone:
         for rule in spec.rules:
             if rule.name in BACKBONES:
@@ -194,7 +198,8 @@ class Builder:
                 folder = str(rule.values["path"])
                 saved = load_gates(folder)
                 check_backbone(saved, folder, backbone.hash, backbone.path)
-                return GreedyGates(saved.heads.to(device=backbone.device))
+                gates = saved.gates.to(device=backbone.device)
+                return (gates.shifted(number("shift")) if "shift" in rule.values else gates).policy()
             case "beta_prune":
                 average: Any = rule.values["average"]
                 return BetaPruning(backbone, layer=whole("layer"), keep=number("keep"), average=average)

@@ -1,8 +1,9 @@
 """The place of the learned policies: at every budget, against the best policy that needed no training.
 
-A group is what one entry of the configuration stands for, such as the gates of several seeds. Its accuracy is the mean
-over its members. It is held against the largest budget that its mean saving reaches; at a budget that no group is held
-against, the nearest group that saves more takes its place. The rule is the one with the highest accuracy among all
+A group is what one entry of the configuration stands for, such as the gates of several seeds, as far as one method
+trained them. Its accuracy is the mean over its members. It is held against the largest budget that its mean saving
+reaches; at a budget that no group of a method is held against, the method's nearest group that saves more takes its
+place. The rule is the one with the highest accuracy among all
 that reach the budget, chosen on the very pairs that it is judged on, which is in its favour.
 """
 
@@ -27,6 +28,7 @@ class Lead:
     Attributes:
         budget: share of the language model's FLOPs to save.
         group: the learned policies, as configured.
+        method: what trained them, in words.
         members: how many they are.
         saved, recall_at_1: of the group, means over its members.
         rule: the best training-free policy, as it ran.
@@ -37,6 +39,7 @@ class Lead:
 
     budget: float
     group: str
+    method: str | None
     members: int
     saved: float
     recall_at_1: float
@@ -61,15 +64,16 @@ def leads(points: Sequence[Point], budgets: Sequence[float], samples: int, seed:
         budgets: shares of the language model's FLOPs.
         samples, seed: of the bootstrap over queries.
     """
-    groups = _groups([point for point in points if point.learned])
+    methods = _by_method([point for point in points if point.learned])
     rules = [point for point in points if not point.learned]
     found = []
     for budget in sorted(set(budgets)):
         able = [rule for rule in rules if reaches(rule.lm_saved, budget)]
         if able:
             best = max(able, key=lambda rule: rule.recall_at_1)
-            held = _held_against(groups, budget, budgets)
-            found += [_lead(budget, name, groups[name], best, samples, seed) for name in held]
+            for groups in methods:
+                held = _held_against(groups, budget, budgets)
+                found += [_lead(budget, name, groups[name], best, samples, seed) for name in held]
     return found
 
 
@@ -88,12 +92,13 @@ def paired(ours: Sequence[Point], other: Point) -> list[FloatArray]:
     ]
 
 
-def _groups(learned: Sequence[Point]) -> dict[str, list[Point]]:
-    groups: dict[str, list[Point]] = {}
+def _by_method(learned: Sequence[Point]) -> list[dict[str, list[Point]]]:
+    """The groups of each method, by name."""
+    methods: dict[str | None, dict[str, list[Point]]] = {}
     for point in learned:
         name = point.spec if point.budget is None else f"{point.spec} at {100 * point.budget:g} %"
-        groups.setdefault(name, []).append(point)
-    return groups
+        methods.setdefault(point.method, {}).setdefault(name, []).append(point)
+    return list(methods.values())
 
 
 def _held_against(
@@ -111,6 +116,7 @@ def _lead(budget: float, name: str, members: Sequence[Point], rule: Point, sampl
     return Lead(
         budget=budget,
         group=name,
+        method=members[0].method,
         members=len(members),
         saved=float(np.mean([point.lm_saved for point in members])),
         recall_at_1=float(np.mean([point.recall_at_1 for point in members])),

@@ -59,6 +59,7 @@ class Point:
         speedup_low, speedup_high: the slowest and the fastest round. Of six rounds they enclose the true median in
             97 of 100 cases, whatever the distribution.
         inputs_per_second: queries or targets, from pixels and token ids to embeddings.
+        method: what trained it, in words (:data:`rlcompute.policies.checkpoint.METHODS`); None if nothing was trained.
     """
 
     spec: str
@@ -84,6 +85,7 @@ class Point:
     speedup_low: float
     speedup_high: float
     inputs_per_second: float
+    method: str | None
 
     @property
     def modalities(self) -> tuple[str, ...]:
@@ -186,8 +188,9 @@ _RANKS = "ranks_"
 
 
 def to_entry(point: Point) -> Entry:
-    """A point as the cache stores it; its times, which belong to a machine, are kept apart."""
-    left_out = {"ranks", *(field.name for field in fields(Speed))}
+    """A point as the cache stores it; its times, which belong to a machine, are kept apart, and its gates know what
+    trained them."""
+    left_out = {"ranks", "method", *(field.name for field in fields(Speed))}
     content = {
         field.name: getattr(point, field.name) for field in fields(Point) if field.name not in left_out
     }
@@ -201,7 +204,7 @@ def from_entry(entry: Entry, speed: Speed) -> Point:
     """The point of :func:`to_entry`, with its times."""
     content: dict[str, Any] = entry.values | entry.arrays
     ranks = {modality: content.pop(_RANKS + modality) for modality in content.pop("modalities")}
-    return Point(**content, **asdict(speed), ranks=ranks)
+    return Point(**content, **asdict(speed), ranks=ranks, method=None)
 
 
 def _saved(spent_G: FloatArray, full_G: FloatArray) -> float:

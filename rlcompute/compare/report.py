@@ -14,12 +14,13 @@ key                       meaning
 ========================  ======================================================================================
 
 An entry of ``points`` holds ``policy`` as configured and ``resolved`` as it ran; ``kind`` (``full``, ``rule``,
-``learned``); ``budget`` and ``knob``, null where none was solved; ``mean_recall_at_1``; ``delta_vs_full`` with ``mean``
-and paired ``ci95``; ``modalities``, each with ``recall_at_1``, ``recall_at_10``, ``ndcg_at_10``, ``n`` and
-``delta_recall_at_1``; ``flops`` with ``lm_executed_saved``, ``executed_saved``, ``logical_saved`` and
-``hardware_saved``, the vision tower included but in the first; ``inputs_per_second``, ``speedup``, ``speedup_range``
-(slowest and fastest round); ``conversion`` (share of time saved for each share of executed FLOPs saved, null where
-hardly any are); ``drop_rate`` and ``skip_rate`` by modality and layer, null where no token is left.
+``learned``) and ``method``, what trained it, or null; ``budget`` and ``knob``, null where none was solved;
+``mean_recall_at_1``; ``delta_vs_full`` with ``mean`` and paired ``ci95``; ``modalities``, each with ``recall_at_1``,
+``recall_at_10``, ``ndcg_at_10``, ``n`` and ``delta_recall_at_1``; ``flops`` with ``lm_executed_saved``,
+``executed_saved``, ``logical_saved`` and ``hardware_saved``, the vision tower included but in the first;
+``inputs_per_second``, ``speedup``, ``speedup_range`` (slowest and fastest round); ``conversion`` (share of time saved
+for each share of executed FLOPs saved, null where hardly any are); ``drop_rate`` and ``skip_rate`` by modality and
+layer, null where no token is left.
 """
 
 from __future__ import annotations
@@ -113,6 +114,7 @@ def _entry(point: Point, full: Point, samples: int, seed: int) -> dict[str, Any]
     return {
         "policy": point.spec,
         "resolved": point.resolved,
+        "method": point.method,
         "kind": "full" if point.is_full else "learned" if point.learned else "rule",
         "budget": point.budget,
         "knob": point.knob,

@@ -147,12 +147,18 @@ class Comparison:
     def _result(self, task: _Task) -> Point | Missed:
         if task.budget is None:
             point = self.full if task.spec.text == FULL else self._fixed(task.spec)
-            return replace(point, spec=task.text)
+            return replace(point, spec=task.text, method=self.builder.method(task.spec))
         solved = self._solved(task.spec, task.budget)
         if isinstance(solved, OutOfReach):
             return Missed(task.text, task.budget, solved.least, solved.most)
         point = self._fixed(task.spec.with_free(solved.knob))
-        return replace(point, spec=task.text, budget=task.budget, knob=solved.knob)
+        return replace(
+            point,
+            spec=task.text,
+            budget=task.budget,
+            knob=solved.knob,
+            method=self.builder.method(task.spec),
+        )
 
     def _fixed(self, spec: PolicySpec) -> Point:
         """A policy without a free knob, from the cache or measured now."""

@@ -154,6 +154,7 @@ class Suite:
             speedup_low=speed.speedup_low,
             speedup_high=speed.speedup_high,
             inputs_per_second=speed.inputs_per_second,
+            method=None,
         )
 
     def study(self) -> StrengthStudy | None:

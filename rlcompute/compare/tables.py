@@ -79,9 +79,9 @@ def _place(lead: dict[str, Any]) -> str:
     }[lead["verdict"]]
     members = f", mean of {lead['members']}" if lead["members"] > 1 else ""
     return (
-        f"At {100 * lead['budget']:g} %: {lead['group']}{members}, saves {100 * lead['saved']:.1f} %, recall@1 "
-        f"{lead['recall_at_1']:.2f}; the best rule, {lead['rule']}, saves {100 * lead['rule_saved']:.1f} %, "
-        f"{lead['rule_recall_at_1']:.2f}. Lead {lead['lead']:+.2f} [{lead['low']:+.2f}, {lead['high']:+.2f}]: "
+        f"At {100 * lead['budget']:g} %: {lead['group']} ({lead['method']}{members}), saves "
+        f"{100 * lead['saved']:.1f} %, recall@1 {lead['recall_at_1']:.2f}; the best rule, {lead['rule']}, "
+        f"saves {100 * lead['rule_saved']:.1f} %, {lead['rule_recall_at_1']:.2f}. Lead {lead['lead']:+.2f} [{lead['low']:+.2f}, {lead['high']:+.2f}]: "
         f"{verdict}."
     )
 

@@ -1,21 +1,72 @@
-"""Gates on disk: ``gates.safetensors`` and ``gate_config.json``, nothing pickled."""
+"""Gates on disk: ``gates.safetensors`` and ``gate_config.json``, nothing pickled.
+
+There are two kinds: heads with three actions, which GRPO trains (:mod:`rlcompute.policies.gates`), and sets of gates
+with one action each, which are trained straight through their decisions (:mod:`rlcompute.policies.ste_gates`).
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from rlcompute.decision import Policy
 from rlcompute.errors import CheckpointError
-from rlcompute.policies.gates import GateHeads
+from rlcompute.policies.gates import Droppable, GateHeads
+
+if TYPE_CHECKING:
+    from rlcompute.policies.ste_gates import StraightThroughGates
 
 FORMAT_VERSION = 1
 TENSORS = "gates.safetensors"
 CONFIG = "gate_config.json"
+HEADS, STRAIGHT_THROUGH = "route_skip_drop", "straight_through"
+METHODS = {HEADS: "GRPO", STRAIGHT_THROUGH: "straight-through"}
+"""What trains gates of each kind, in words."""
+
+
+class Gates(Protocol):
+    """Trained gates of any kind: what it takes to execute, compare and export them."""
+
+    @property
+    def kind(self) -> str:
+        """One of :data:`METHODS`."""
+        ...
+
+    @property
+    def droppable(self) -> Droppable:
+        """Which tokens they may drop."""
+        ...
+
+    def to(self, device: torch.device | str | None = None) -> Gates:
+        """The gates on a device."""
+        ...
+
+    def policy(self) -> Policy:
+        """Their decisions in packed inference; nothing is drawn."""
+        ...
+
+    def shifted(self, amount: float) -> Gates:
+        """Gates that save more: ``amount`` is added to the logits of whatever saves compute."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What was learned and measured, float32, by name."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What else they are made of (JSON)."""
+        ...
+
+    def summary(self) -> list[str]:
+        """What they are, for people: a sentence or more."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -23,35 +74,37 @@ class SavedGates:
     """Gates as loaded.
 
     Attributes:
-        heads: float32 heads on the CPU.
+        gates: in float32 on the CPU.
         backbone: ``{"path", "family", "hash"}`` of the backbone that they belong to.
         extra: whatever else was saved with them (JSON).
     """
 
-    heads: GateHeads
+    gates: Gates
     backbone: dict[str, str]
     extra: dict[str, Any]
 
+    @property
+    def method(self) -> str:
+        """What trained them, in words."""
+        return METHODS[self.gates.kind]
 
-def save_gates(folder: Path, heads: GateHeads, backbone: dict[str, str], extra: dict[str, Any]) -> None:
-    """Write heads and their description into ``folder``, which must exist.
+
+def save_gates(folder: Path, gates: Gates, backbone: dict[str, str], extra: dict[str, Any]) -> None:
+    """Write gates and their description into ``folder``, which must exist.
 
     Args:
         folder: where to.
-        heads: what to save, as float32.
+        gates: what to save, as float32.
         backbone: ``{"path", "family", "hash"}``.
         extra: more to keep in ``gate_config.json``, JSON values.
     """
-    tensors = {
-        "weight": heads.weight_N3F.float().contiguous(),
-        "mean": heads.mean_Nd.float().contiguous(),
-        "scale": heads.scale_N.float().contiguous(),
-    }
-    save_file(tensors, folder / TENSORS)
+    save_file(gates.tensors(), folder / TENSORS)
+    described = gates.describe()
     config = {
         "format_version": FORMAT_VERSION,
-        "kind": "route_skip_drop",
-        "droppable": heads.droppable,
+        "kind": gates.kind,
+        # Heads are described as they were when there was no other kind.
+        **(described if gates.kind == HEADS else {"gates": described}),
         "backbone": backbone,
         **extra,
     }
@@ -62,7 +115,7 @@ def load_gates(folder: str | Path) -> SavedGates:
     """Read gates written by :func:`save_gates`.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the format is not known.
+        CheckpointError: a file is missing or damaged, or format or kind are not known.
     """
     folder = Path(folder)
     for name in (CONFIG, TENSORS):
@@ -73,20 +126,63 @@ def load_gates(folder: str | Path) -> SavedGates:
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         tensors = load_file(folder / TENSORS)
-        heads = GateHeads(tensors["weight"], tensors["mean"], tensors["scale"], config.pop("droppable"))
-        backbone, version, kind = config.pop("backbone"), config.pop("format_version"), config.pop("kind")
-        hash_known = isinstance(backbone["hash"], str) and isinstance(backbone["path"], str)
+        version, kind = config.pop("format_version"), config.pop("kind")
+        if version != FORMAT_VERSION or kind not in METHODS:
+            raise CheckpointError(
+                f"{folder / CONFIG}: format {version!r} of kind {kind!r} is not known to this version, which reads "
+                f"format {FORMAT_VERSION} of the kinds {', '.join(METHODS)}"
+            )
+        gates = _create(kind, config, tensors, folder)
+        backbone = config.pop("backbone")
+        names = [backbone[name] for name in ("path", "family", "hash")]
     except (json.JSONDecodeError, SafetensorError, KeyError, TypeError, AttributeError, OSError) as error:
         raise CheckpointError(f"{folder}: damaged gate files ({error!r}); export the gates again") from error
-    if version != FORMAT_VERSION or kind != "route_skip_drop" or not hash_known:
-        raise CheckpointError(
-            f"{folder / CONFIG}: format {version!r} of kind {kind!r} is not known to this version, which reads "
-            f"format {FORMAT_VERSION} of kind 'route_skip_drop'"
-        )
-    n, _, f = heads.weight_N3F.shape
-    if heads.mean_Nd.shape != (n, f - 1) or heads.scale_N.shape != (n,):
-        raise CheckpointError(f"{folder / TENSORS}: the tensors' shapes do not fit each other; export again")
-    return SavedGates(heads, backbone, config)
+    if not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"{folder / CONFIG}: path, family and hash of the backbone are not all strings")
+    return SavedGates(gates, backbone, config)
+
+
+def _create(kind: str, config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> Gates:
+    """The gates; takes what describes them out of ``config``."""
+    try:
+        if kind == HEADS:
+            return GateHeads.create({"droppable": config.pop("droppable")}, tensors)
+        from rlcompute.policies.ste_gates import StraightThroughGates
+
+        return StraightThroughGates.create(config.pop("gates"), tensors)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+
+
+def heads_of(saved: SavedGates, folder: str | Path) -> GateHeads:
+    """The heads that GRPO trains.
+
+    Raises:
+        CheckpointError: the gates of ``folder`` are of another kind.
+    """
+    if not isinstance(saved.gates, GateHeads):
+        raise _other_kind(saved, folder, HEADS, "grpo")
+    return saved.gates
+
+
+def straight_through_of(saved: SavedGates, folder: str | Path) -> StraightThroughGates:
+    """The gates that straight-through training goes on with.
+
+    Raises:
+        CheckpointError: the gates of ``folder`` are of another kind.
+    """
+    from rlcompute.policies.ste_gates import StraightThroughGates
+
+    if not isinstance(saved.gates, StraightThroughGates):
+        raise _other_kind(saved, folder, STRAIGHT_THROUGH, "ste")
+    return saved.gates
+
+
+def _other_kind(saved: SavedGates, folder: str | Path, wanted: str, method: str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder}: {saved.method} trained these gates (kind {saved.gates.kind!r}), but run.method={method} trains "
+        f"gates of kind {wanted!r}: give gates of that kind, or train with the other method"
+    )
 
 
 def check_backbone(

@@ -7,9 +7,9 @@ a constant 1), 3 actions.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from rlcompute.backbones.base import Backbone
 from rlcompute.decision import DROP, ROUTE, SKIP, Decision, Full, Signals
 from rlcompute.encoder import encode
+from rlcompute.errors import CheckpointError
 from rlcompute.kernels.registry import Kernel
 from rlcompute.kernels.score_statistic import segment_score_statistic
 from rlcompute.pack import TEXT, EmbeddedInput, Pack
@@ -37,6 +38,8 @@ class GateHeads:
         droppable: which tokens may be dropped; ``<emb>`` never is.
     """
 
+    kind: ClassVar[str] = "route_skip_drop"
+
     weight_N3F: Tensor
     mean_Nd: Tensor
     scale_N: Tensor
@@ -49,6 +52,47 @@ class GateHeads:
             for name in ("weight_N3F", "mean_Nd", "scale_N")
         }
         return replace(self, **move)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is written to disk, float32."""
+        written = {"weight": self.weight_N3F, "mean": self.mean_Nd, "scale": self.scale_N}
+        return {name: tensor.float().contiguous() for name, tensor in written.items()}
+
+    def describe(self) -> dict[str, Any]:
+        """What is written to disk beside :meth:`tensors` (JSON)."""
+        return {"droppable": self.droppable}
+
+    @classmethod
+    def create(cls, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> GateHeads:
+        """The heads of :meth:`describe` and :meth:`tensors`.
+
+        Raises:
+            CheckpointError: the tensors do not fit each other.
+            KeyError: something is missing.
+        """
+        heads = cls(tensors["weight"], tensors["mean"], tensors["scale"], description["droppable"])
+        n, _, f = heads.weight_N3F.shape
+        if heads.mean_Nd.shape != (n, f - 1) or heads.scale_N.shape != (n,):
+            raise CheckpointError("the tensors' shapes do not fit each other; export the gates again")
+        return heads
+
+    def policy(self) -> GreedyGates:
+        """The most probable action of every token."""
+        return GreedyGates(self)
+
+    def shifted(self, amount: float) -> GateHeads:
+        """Heads that save more: ``amount`` is added to the logits of SKIP and DROP, not to that of ROUTE."""
+        weight_N3F = self.weight_N3F.clone()
+        weight_N3F[:, [SKIP, DROP], -1] += amount
+        return replace(self, weight_N3F=weight_N3F)
+
+    def summary(self) -> list[str]:
+        """What they are, for people."""
+        layers, _, features = self.weight_N3F.shape
+        return [
+            f"Linear ROUTE / SKIP / DROP heads: {layers} layers, {features} features each, droppable tokens: "
+            f"{self.droppable}."
+        ]
 
     @property
     def num_layers(self) -> int:

@@ -49,6 +49,8 @@ def _share(saves_more: Literal["low", "high"]) -> Parameter:
 _LAYER = Parameter(int, low=0)
 _K = Parameter(int, low=1)
 _PATH = Parameter(str)
+_SHIFT = Parameter(float, optional=True, low=-20.0, high=20.0, saves_more="high")
+"""Added to the logits of gates for whatever saves compute; no trained logit is far from 0 on this scale."""
 _OTSU = {
     "min_variation": Parameter(float, default=0.1, low=0.0, high=10.0),
     "cap": Parameter(float, default=0.7, low=0.0, high=1.0, saves_more="high"),
@@ -58,7 +60,7 @@ SALIENCIES = ("frequency", "probability", "man", "msan", "reap")
 
 RULES: dict[str, dict[str, Parameter]] = {
     "full": {},
-    "gates": {"path": _PATH},
+    "gates": {"path": _PATH, "shift": _SHIFT},
     "checkpoint": {"path": _PATH},
     "prune_experts": {
         "saliency": Parameter(str, default="reap", choices=SALIENCIES),

@@ -17,7 +17,7 @@ STATE = TrainerState(7, {"lambda": 0.1 + 0.2, "tasks": {}}, {"flat": 2})
 def save(folder: Path, completed: int = 7) -> Path:
     return save_checkpoint(
         folder,
-        heads=HEADS,
+        gates=HEADS,
         optimizer=OPTIMIZER,
         state=TrainerState(completed, STATE.controller, STATE.monitor),
         backbone={"path": "demo", "family": "qwen3_5_moe", "hash": "abc"},
@@ -27,7 +27,7 @@ def save(folder: Path, completed: int = 7) -> Path:
 
 def test_a_checkpoint_comes_back_exactly(tmp_path: Path) -> None:
     loaded = load_checkpoint(save(tmp_path))
-    assert torch.equal(loaded.gates.heads.weight_N3F, HEADS.weight_N3F)
+    assert torch.equal(loaded.gates.gates.weight_N3F, HEADS.weight_N3F)
     assert {name: tensor.tolist() for name, tensor in loaded.optimizer.items()} == {
         name: tensor.tolist() for name, tensor in OPTIMIZER.items()
     }

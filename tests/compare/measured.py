@@ -9,6 +9,7 @@ import numpy as np
 
 from rlcompute.compare.points import Point
 from rlcompute.config import Config
+from rlcompute.policies.checkpoint import HEADS, METHODS
 
 
 def make_point(resolved: str, saved: float, ranks: dict[str, list[int]], **changed: Any) -> Point:
@@ -36,6 +37,7 @@ def make_point(resolved: str, saved: float, ranks: dict[str, list[int]], **chang
         "decided_NG": counts_NG,
         "survived_NG": counts_NG,
         "rows_NG": 2 * counts_NG,
+        "method": METHODS[HEADS] if "gates" in resolved else None,
         "speedup": 1.0,
         "speedup_low": 0.9,
         "speedup_high": 1.1,

@@ -19,7 +19,6 @@ from rlcompute.encoder import encode
 from rlcompute.held_out import items_of, read_sample
 from rlcompute.passes import InputBatches
 from rlcompute.policies.checkpoint import load_gates
-from rlcompute.policies.gates import GreedyGates
 from tests.compare.measured import make_config
 
 
@@ -43,7 +42,7 @@ def test_learned_skips_leave_out_what_the_gates_leave_out_and_drop_nothing(
     found = laboratory.skip_only(f"gates:path={suite_folder}/gates_0")
     pairs = read_sample(make_config(suite_folder, tmp_path))
     backbone = load_backbone(suite_folder / "tiny")
-    gates = GreedyGates(load_gates(suite_folder / "gates_0").heads)
+    gates = load_gates(suite_folder / "gates_0").gates.policy()
     for place, (modality, group) in enumerate(pairs.items()):
         ((_, inputs),) = InputBatches(backbone, items_of(group), 100)
         trace = encode(backbone, *backbone.pack(inputs), gates).trace

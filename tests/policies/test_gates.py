@@ -175,8 +175,8 @@ def test_uniform_top_k_runs_k_experts_and_charges_them(
 def test_gates_survive_the_disk_and_refuse_another_backbone(tmp_path: Path, heads: GateHeads) -> None:
     save_gates(tmp_path, heads, {"path": "b", "family": "qwen3_5_moe", "hash": "1" * 64}, {"note": 1})
     saved = load_gates(tmp_path)
-    assert torch.equal(saved.heads.weight_N3F, heads.weight_N3F)
-    assert saved.heads.droppable == "all" and saved.extra == {"note": 1}
+    assert torch.equal(saved.gates.weight_N3F, heads.weight_N3F)
+    assert saved.gates.droppable == "all" and saved.extra == {"note": 1}
     check_backbone(saved, tmp_path, "1" * 64, "b")
     with pytest.raises(CheckpointError, match="hash 2222"):
         check_backbone(saved, tmp_path, "2" * 64, "c")
