@@ -61,28 +61,28 @@ def masked_attention(
     counts_S, lengths_S = cu_q.diff(), cu_k.diff()
     most_queries, heads = int(counts_S.max()) if len(counts_S) else 0, q_QHD.shape[1]
     dtype = torch.promote_types(q_QHD.dtype, torch.float32)
-    tensors = [x.to(dtype) for x in (q_QHD, k_TGD, v_TGD, mass_T)]
+    q, k, v, mass = (x.to(dtype) for x in (q_QHD, k_TGD, v_TGD, mass_T))
 
     def members(longest: int) -> int:
         return BLOCK_ELEMENTS // (heads * longest * min(longest, most_queries))
 
-    outputs, rows = [], []
+    outputs, order = [], []
     asking = torch.where(counts_S > 0, lengths_S, 0)
     for block in length_buckets(asking.tolist(), members):
         starts_Q, starts_K, counts, lengths = (x[block] for x in (cu_q, cu_k, counts_S, lengths_S))
         rows_NA, inside_NA = _rows(starts_Q, counts)
         own_NA = _rows(lengths - counts, counts)[0]
         keys_NL, _ = _rows(starts_K, lengths)
-        indices = (x.to(q_QHD.device, non_blocking=True) for x in (rows_NA, own_NA, keys_NL))
-        out_NAHD = _block(*tensors, *indices, scale)
+        rows, own, keys = (x.to(q.device, non_blocking=True) for x in (rows_NA, own_NA, keys_NL))
+        out_NAHD = _block(q, k, v, mass, rows, own, keys, scale)
         inside_M = inside_NA.flatten()
         kept = None if bool(inside_M.all()) else inside_M.nonzero().squeeze(1)
         out_MHD, rows_M = out_NAHD.flatten(0, 1), rows_NA.flatten()
         outputs.append(out_MHD if kept is None else out_MHD.index_select(0, kept.to(out_MHD.device)))
-        rows.append(rows_M if kept is None else rows_M[kept])
+        order.append(rows_M if kept is None else rows_M[kept])
     if not outputs:
         return torch.zeros_like(q_QHD)
-    order_Q = torch.cat(rows).argsort().to(q_QHD.device, non_blocking=True)
+    order_Q = torch.cat(order).argsort().to(q_QHD.device, non_blocking=True)
     return torch.cat(outputs).index_select(0, order_Q).to(q_QHD.dtype)
 
 
@@ -126,7 +126,8 @@ def _block(
     share_NGRAL = (scores_NGRAL - highest).clamp(max=HIGHEST_EXCESS).exp() * weight_N11AL
     out_NGRAD = (share_NGRAL.flatten(2, 3) @ v_NGLD).unflatten(2, (repeat, queries))
     out_NGRAD = out_NGRAD / share_NGRAL.sum(-1, keepdim=True)
-    return out_NGRAD.permute(0, 3, 1, 2, 4).flatten(2, 3)
+    out_NAHD: Tensor = out_NGRAD.permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return out_NAHD
 
 
 def _weights(mass_NL: Tensor, own_NA: Tensor) -> Tensor:
