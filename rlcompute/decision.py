@@ -1,12 +1,13 @@
-"""The one decision type that every policy returns, and the words for actions.
+"""The decision types that policies return, and the words for actions.
 
-Shape legend: T tokens that reach the mixture-of-experts block of a layer, k selected experts per token.
+Shape legend: T tokens that reach the mixture-of-experts block of a layer, S segments, d hidden size,
+k selected experts per token.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -60,6 +61,13 @@ class Signals(Protocol):
         """
         ...
 
+    def charge(self, flops_per_token: float) -> None:
+        """Adds the cost of a decision that :attr:`Policy.gate_flops_per_token`, the same in all layers, does not say.
+
+        Charged to every token that reaches this layer's decision, each time it is called.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -97,6 +105,37 @@ class Policy(Protocol):
 
     def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
         """The decision for the T tokens ``x_Td`` (post-attention-norm hidden states) of layer ``layer``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Bypass:
+    """Which segments pass a layer unchanged: no mixer, no decision, no experts.
+
+    Attributes:
+        skip_S: bool, true for those.
+        flops_per_segment: cost of this decision, charged to all S segments.
+    """
+
+    skip_S: Tensor
+    flops_per_segment: float
+
+
+@runtime_checkable
+class BypassingPolicy(Policy, Protocol):
+    """A policy that may also leave whole layers out.
+
+    Where all segments pass a layer, ``decide`` is not called for it; otherwise it is called with the segments that run.
+    """
+
+    def bypass(self, layer: int, emb_Sd: Tensor, pack: Pack) -> Bypass | None:
+        """Called before layer ``layer``, the last one too; None if all segments run it.
+
+        Args:
+            layer: number of the layer.
+            emb_Sd: the ``<emb>`` rows of its input, in the hidden dtype.
+            pack: all tokens that are left.
+        """
         ...
 
 
