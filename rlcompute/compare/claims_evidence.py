@@ -209,6 +209,6 @@ def conversion(name: str, point: Point) -> Figure:
 
 
 def with_gates(check: Callable[[Evidence], Finding]) -> Callable[[Evidence], Finding]:
-    """The check of a claim on trained policies: undecided where nothing was trained."""
+    """The check of a claim on gates trained by GRPO: undecided where there are none."""
     missing = Finding(Judgement("undecided", "compare.policies names no gates trained by GRPO"), ())
     return lambda evidence: check(evidence) if evidence.learned else missing

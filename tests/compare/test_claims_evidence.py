@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlcompute.compare.claims_evidence import conversion, skip_share
+from rlcompute.policies.checkpoint import METHODS, STRAIGHT_THROUGH
 from tests.compare.claims_fakes import fake_evidence, fake_point
 
 
@@ -68,7 +69,9 @@ def test_trainings_of_one_entry_are_one_group() -> None:
     ranks = {"image": np.zeros(4, int)}
     seeds = [fake_point("gates:path=r*/export", ranks, resolved=f"gates:path=r{i}/export") for i in range(3)]
     other = fake_point("gates:path=q/export", ranks)
-    evidence = fake_evidence({}, measure=lambda policies, budgets: [*seeds, other], learned=["any"])
+    # The claims are about GRPO.
+    another = replace(fake_point("gates:path=s/export", ranks), method=METHODS[STRAIGHT_THROUGH])
+    evidence = fake_evidence({}, measure=lambda policies, budgets: [*seeds, other, another], learned=["any"])
     assert {spec: len(group) for spec, group in evidence.learned.items()} == {
         "gates:path=r*/export": 3,
         "gates:path=q/export": 1,

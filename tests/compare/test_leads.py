@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from rlcompute.compare.leads import leads, paired
+from rlcompute.compare.points import Point
 from tests.compare.measured import make_point
 
 HIT, MISS = 0, 3
@@ -16,8 +19,8 @@ def hits(count: int, of: int = 20) -> dict[str, list[int]]:
     return {"image": [HIT] * count + [MISS] * (of - count), "text": [HIT] * of}
 
 
-def gates(name: str, saved: float, count: int, spec: str = "gates:path=g*") -> object:
-    return make_point(f"gates:path={name}", saved, hits(count), spec=spec)
+def gates(name: str, saved: float, count: int, spec: str = "gates:path=g*", **changed: Any) -> Point:
+    return make_point(f"gates:path={name}", saved, hits(count), spec=spec, **changed)
 
 
 FULL = make_point("full", 0.0, hits(20))
@@ -74,6 +77,42 @@ def test_every_group_stands_at_the_largest_budget_it_reaches_and_empty_budgets_b
         (0.45, "gates:path=a"),
         (0.55, "gates:path=b"),
         (0.55, "gates:path=c"),
+    ]
+
+
+def test_methods_are_judged_side_by_side_also_where_one_entry_stands_for_both() -> None:
+    points = [
+        FULL,
+        make_point("modes:skip=1.0", 0.9, hits(10)),
+        gates("a", 0.46, 18),
+        gates("b", 0.45, 16, method="straight-through"),
+        gates("c", 0.46, 20),
+        gates("d", 0.56, 17, "gates:path=d", method="straight-through"),
+    ]
+    found = leads(points, [0.45, 0.55, 0.3], samples=10, seed=0)
+    assert [(x.budget, x.method, x.group, x.members) for x in found] == [
+        # Nobody was trained for 30 %: of each method the nearest group stands in.
+        (0.3, "GRPO", "gates:path=g*", 2),
+        (0.3, "straight-through", "gates:path=g*", 1),
+        (0.45, "GRPO", "gates:path=g*", 2),
+        (0.45, "straight-through", "gates:path=g*", 1),
+        (0.55, "straight-through", "gates:path=d", 1),
+    ]
+    assert [x.recall_at_1 for x in found[2:4]] == pytest.approx([(95 + 100) / 2, (80 + 100) / 2])
+
+
+def test_gates_shifted_to_a_budget_are_a_group_of_that_budget() -> None:
+    spec = "gates:path=g*,shift=*"
+    at = [
+        gates(f"{name},shift={shift}", saved, 16, spec, budget=saved, knob=shift)
+        for name in "ab"
+        for saved, shift in ((0.3, 0.0), (0.45, 1.5))
+    ]
+    points = [FULL, make_point("modes:skip=1.0", 0.9, hits(10)), *at]
+    found = leads(points, [0.3, 0.45], samples=10, seed=0)
+    assert [(x.budget, x.group, x.members) for x in found] == [
+        (0.3, f"{spec} at 30 %", 2),
+        (0.45, f"{spec} at 45 %", 2),
     ]
 
 
