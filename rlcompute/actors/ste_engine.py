@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,11 +26,12 @@ from rlcompute.actors.messages import SIDES, Array
 from rlcompute.backbones.base import Backbone
 from rlcompute.config import Config
 from rlcompute.data.schema import Pair, Side
+from rlcompute.encoder import encode
 from rlcompute.errors import CheckpointError, CollapseError
 from rlcompute.flops import FlopModel
 from rlcompute.pack import EmbeddedInput
 from rlcompute.policies.draws import as_keys, rollout_key
-from rlcompute.policies.ste_gates import StepContext, StraightThroughGates
+from rlcompute.policies.ste_gates import Observed, StepContext, StraightThroughGates
 from rlcompute.policies.ste_objective import Objective, objective
 from rlcompute.policies.ste_schedule import Stages, learning_rate_factor, temperature
 from rlcompute.soft_encoder import SoftEncoded, encode_soft
@@ -41,6 +42,12 @@ LARGEST_GRADIENT = 1.0
 """Norm to which a larger gradient is scaled down (paper M, App. E.1)."""
 ADAPTER_LR_FACTOR = 1.0 / 40.0
 """Learning rate of adapters as a share of that of gates (paper M, App. E.1)."""
+SETTLED = {"token_pruner": "keep", "expert_skip": "skip", "layer_skip": "skip"}
+"""Actions whose thresholds are set after training, and the rate of the objective that says how often they decide so."""
+RATE_AVERAGE = 0.95
+"""Weight of the past in the moving averages of those rates."""
+SETTLE_INPUTS = 64
+"""Inputs packed at once to set thresholds."""
 
 
 class Group(Protocol):
@@ -110,6 +117,7 @@ class SteEngine:
         self._flops = FlopModel(backbone)
         self._cache: InputCache[EmbeddedInput] = InputCache(EMBEDDED_CACHE_BYTES)
         self.stages = Stages(config.ste)
+        self._rates: dict[str, float] = {}
         settings = config.ste
         self._optimizer = torch.optim.AdamW(
             gates.parameters(), lr=settings.lr, weight_decay=settings.weight_decay
@@ -145,8 +153,70 @@ class SteEngine:
         found.loss.backward()
         norm = self._update(iteration, share, whole, slice(first, first + per_worker))
         self.stages.update(iteration, found.progress)
+        for kind, name in SETTLED.items():
+            rate = found.rates.get(f"{kind}/{name}", math.nan)
+            if math.isfinite(rate):
+                past = self._rates.get(kind, rate)
+                self._rates[kind] = RATE_AVERAGE * past + (1.0 - RATE_AVERAGE) * rate
         metrics = self._metrics(found, share, embeddings_Sd, teacher_2Bd, same_BB, cost, norm)
         return Step(metrics, group.add(encoded.actions_NM3).cpu().numpy())
+
+    def settle(self, pairs: Sequence[Pair]) -> dict[str, float]:
+        """Sets the thresholds so that packed inference decides as often as was asked for, or else as was trained.
+
+        One action after the other, in their order: what one leaves out changes what the next ones read.
+
+        Args:
+            pairs: training pairs to count on.
+
+        Returns:
+            The rate of each settled action on these pairs, after all are set.
+        """
+        inputs = [self._embed(pair, side) for pair in pairs for side in SIDES]
+        wanted = {kind: self._wanted(kind) for kind in self.gates.gates if kind in SETTLED}
+        for kind, rate in wanted.items():
+            self.gates.settle(self._observe(inputs), {kind: rate})
+        observed = self._observe(inputs)
+        return {
+            kind: float((torch.cat(observed[kind]) > self.gates.gates[kind].threshold).float().mean())
+            for kind in wanted
+        }
+
+    def _wanted(self, kind: str) -> float:
+        """The rate of an action at inference: its target if it has one, or else the one that training came to."""
+        settings = self._config.ste
+        targets = {"token_pruner": settings.prune_keep, "layer_skip": settings.layer_target}
+        if len(settings.actions) > 1 and settings.skip_target is not None:
+            targets["expert_skip"] = settings.skip_target
+        if settings.combination == "shared" or kind not in targets:
+            return self._rates[kind]
+        return targets[kind]
+
+    def _observe(self, inputs: Sequence[EmbeddedInput]) -> dict[str, list[Tensor]]:
+        """Logits that decide in packed inference."""
+        observed = Observed()
+        policy = self.gates.policy(observed)
+        for start in range(0, len(inputs), SETTLE_INPUTS):
+            encode(self.backbone, *self.backbone.pack(inputs[start : start + SETTLE_INPUTS]), policy)
+        return observed.logits
+
+    def state(self) -> dict[str, Any]:
+        """What changes during a run besides tensors, ready for JSON; floats survive the round trip exactly."""
+        return {"stages": self.stages.state(), "rates": dict(self._rates)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continues from a saved :meth:`state`.
+
+        Raises:
+            CheckpointError: the state is not one of this version, or of a run with other actions.
+        """
+        if set(state) != set(self.state()):
+            raise CheckpointError(
+                f"engine state has keys {sorted(state)}, expected {sorted(self.state())}: the checkpoint was written "
+                "by another version; start a new run"
+            )
+        self.stages.load(state["stages"])
+        self._rates = dict(state["rates"])
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Copies of AdamW's moments and step counts, by ``parameter.moment``; empty before the first update."""
