@@ -45,7 +45,7 @@ class Objective:
 
     Attributes:
         loss: scalar; the sum of ``parts``.
-        parts: weighted losses by name: ``contrastive``, ``distill`` and those of the budgets.
+        parts: weighted losses by name, without gradient: ``contrastive``, ``distill`` and those of the budgets.
         rates: what the actions did, by ``kind/name``; NaN where they had nothing to act on.
         progress: by kind, the saving reached as a share of the saving wanted, 1 at the target; for actions that have a
             target and something to act on.
@@ -104,16 +104,17 @@ def objective(
             name.removeprefix(f"{kind}/"): sums for name, sums in terms.items() if name.startswith(f"{kind}/")
         }
         budget = _budget(settings, share, kind, own, num_real, top_k)
-        rates |= {f"{kind}/{name}": float(rate) for name, rate in budget.rates.items()}
+        rates |= {f"{kind}/{name}": float(rate.detach()) for name, rate in budget.rates.items()}
         if budget.progress is not None and bool(budget.progress.isfinite()):
-            progress[kind] = float(budget.progress)
+            progress[kind] = float(budget.progress.detach())
         if not shared:
             # NaN: nothing to act on, so nothing to pay for. Gates that diverge show in the contrastive loss.
             parts |= {name: part.nan_to_num() for name, part in budget.parts.items()}
     if shared:
         excess = shared_budget(executed_over_full, settings.flops_saved)
         parts["flops"] = settings.flops_weight * budget_factor(settings, share) * excess
-    return Objective(torch.stack([*parts.values()]).sum(), parts, rates, progress)
+    loss = torch.stack([*parts.values()]).sum()
+    return Objective(loss, {name: part.detach() for name, part in parts.items()}, rates, progress)
 
 
 def info_nce(query_Bd: Tensor, target_Bd: Tensor, same_BB: Tensor, scale: float) -> Tensor:
@@ -220,7 +221,7 @@ def _halting(settings: SteConfig, own: Mapping[str, Tensor]) -> _Budget:
 def _ratio(part_Ln: Tensor, whole_Ln: Tensor) -> Tensor:
     """The sums' ratio over all layers; a NaN without gradient where there was nothing to count."""
     part, whole = part_Ln.sum(), whole_Ln.sum()
-    return part / whole if float(whole) > 0.0 else part.new_full((), math.nan)
+    return part / whole if float(whole.detach()) > 0.0 else part.new_full((), math.nan)
 
 
 def _distance(settings: SteConfig, rate: Tensor, target: float) -> Tensor:
