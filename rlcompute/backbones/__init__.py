@@ -56,6 +56,7 @@ def load_backbone(
     device: str = "cpu",
     max_tokens: int = DEFAULT_MAX_TOKENS,
     kernels: Mapping[str, str] | None = None,
+    adapter: str | Path | None = None,
 ) -> Backbone:
     """Load a frozen backbone from a local transformers checkpoint folder.
 
@@ -65,11 +66,14 @@ def load_backbone(
         device: a torch device.
         max_tokens: longest text, in tokens.
         kernels: backends to force, by operation (:data:`rlcompute.kernels.registry.PROVIDERS`).
+        adapter: folder of a low-rank adapter to merge into the weights (:mod:`rlcompute.backbones.lora`); the
+            backbone's hash stays that of the checkpoint.
 
     Raises:
         BackendError: a forced backend is not there or cannot run on this device in this dtype.
-        CheckpointError: see :func:`checkpoint_family`; also weights that are missing or do not fit the family.
-        ConfigError: the device is not there.
+        CheckpointError: see :func:`checkpoint_family`; also weights that are missing or do not fit the family, or an
+            adapter that does not fit the weights.
+        ConfigError: the device is not there, or peft is not, which adapters need.
     """
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
@@ -80,6 +84,7 @@ def load_backbone(
     chosen = registry.resolve(device, getattr(torch, dtype), kernels)
     from transformers import Qwen3_5MoeModel
 
+    from rlcompute.backbones.lora import merge
     from rlcompute.backbones.qwen3_5_moe import Qwen35MoeBackbone
 
     folder = resolve_path(path)
@@ -98,11 +103,18 @@ def load_backbone(
         names = sorted(info["missing_keys"])
         raise CheckpointError(f"{folder}: {len(names)} weights are missing, the first is {names[0]!r}")
     preprocessor = Preprocessor.from_pretrained(folder, max_tokens=max_tokens)
-    return Qwen35MoeBackbone(model.to(device), folder, preprocessor, chosen)
+    model = model.to(device)
+    if adapter is not None:
+        model = merge(model, Path(adapter))
+    return Qwen35MoeBackbone(model, folder, preprocessor, chosen)
 
 
-def load_configured(config: Config, path: str | Path | None = None) -> Backbone:
+def load_configured(
+    config: Config, path: str | Path | None = None, *, adapter: str | Path | None = None
+) -> Backbone:
     """The backbone that a configuration names, or the one at ``path`` with the same settings.
+
+    ``adapter`` is as in :func:`load_backbone`.
 
     Raises:
         As :func:`load_backbone`.
@@ -113,4 +125,5 @@ def load_configured(config: Config, path: str | Path | None = None) -> Backbone:
         device=config.backbone.device,
         max_tokens=config.data.max_tokens,
         kernels=config.kernels.forced,
+        adapter=adapter,
     )

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -69,10 +69,14 @@ class LayerCost:
 class BackboneLayer(Protocol):
     """One decoder layer with a mixture-of-experts block, on packed tokens."""
 
-    experts: ExpertWeights
     cost: LayerCost
     is_attention: bool
     """Full attention; otherwise Gated DeltaNet."""
+
+    @property
+    def experts(self) -> ExpertWeights:
+        """Routed experts; with an adapter on them they are multiplied out at each access."""
+        ...
 
     def mix(self, h_Td: Tensor, pack: Pack) -> Tensor:
         """Norm, attention or Gated DeltaNet, residual: [T,d]. Segments never see each other."""
@@ -122,6 +126,8 @@ class Backbone(ABC):
         hash: hex digest of configuration and weights (:func:`rlcompute.backbones.fingerprint.checkpoint_hash`).
         preprocessor: turns one side of a pair into model inputs.
         kernels: what the mixers, the encoder and the vision tower run.
+        model: the transformers model whose weights it reads.
+        adapted: whether a trainable adapter is attached (:func:`rlcompute.backbones.lora.attach`).
     """
 
     family: str
@@ -135,6 +141,8 @@ class Backbone(ABC):
     top_k: int
     dtype: torch.dtype
     device: torch.device
+    model: Any
+    adapted: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -142,7 +150,10 @@ class Backbone(ABC):
 
     @abstractmethod
     def embed_inputs(self, inputs: Sequence[ModelInput]) -> list[EmbeddedInput]:
-        """Token embeddings and vision tower, once per input, in one packed pass."""
+        """Token embeddings and vision tower, once per input, in one packed pass.
+
+        Without gradients, unless an adapter is attached and torch's gradient mode is on.
+        """
 
     @abstractmethod
     def rotary(self, position_ids_3T: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rlcompute.backbones.base import Backbone, BackboneLayer, ExpertWeights, LayerCost, Selection
 from rlcompute.backbones.fingerprint import checkpoint_hash
+from rlcompute.backbones.lora import adapted_parameter
 from rlcompute.backbones.qwen3_5_vision import VisionTower
 from rlcompute.errors import BackendError
 from rlcompute.kernels.masked_attention import masked_attention
@@ -82,8 +83,8 @@ class _Attention:
 
     def emb_rows(self, x_Td: Tensor, pack: Pack) -> Tensor:
         last = pack.emb_index_S
-        bounds = torch.arange(pack.num_segments + 1)
-        return self._attend(x_Td[last], x_Td, pack.cos_Tr[last], pack.sin_Tr[last], bounds, pack)
+        cos_Qr, sin_Qr = pack.cos_Tr[last], pack.sin_Tr[last]
+        return self._attend(x_Td[last], x_Td, cos_Qr, sin_Qr, pack.emb_cu_seqlens, pack)
 
     def _attend(
         self, x_Qd: Tensor, x_Td: Tensor, cos_Qr: Tensor, sin_Qr: Tensor, cu_q: Tensor, pack: Pack
@@ -116,7 +117,7 @@ class _Attention:
         query_QHD = _rotate(query_QHD, pack.cos_Tr[rows_Q], pack.sin_Tr[rows_Q])
         key_THD = self._keys(x_Td, pack).repeat_interleave(self.heads // self.kv_heads, dim=1)
         lengths_S = pack.lengths_S
-        counts_S = torch.ones_like(lengths_S) if from_emb else lengths_S
+        counts_S = pack.emb_cu_seqlens.diff() if from_emb else lengths_S
         received = []
         for query_qHD, key_LHD in zip(
             query_QHD.split(counts_S.tolist()), key_THD.split(lengths_S.tolist()), strict=True
@@ -158,7 +159,10 @@ class _GatedDeltaNet:
     def _recurrence(self, x_Td: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:
         m, T, V = self.module, x_Td.shape[0], self.module.num_v_heads
         kernels, alive = self.backbone.kernels, pack.alive
-        qkv, z, b_TV, a_TV = F.linear(x_Td, self.w_in).split([m.conv_dim, m.value_dim, V, V], dim=-1)
+        if self.backbone.adapted:  # the fused weight knows nothing of the modules around its parts
+            qkv, z, b_TV, a_TV = m.in_proj_qkv(x_Td), m.in_proj_z(x_Td), m.in_proj_b(x_Td), m.in_proj_a(x_Td)
+        else:
+            qkv, z, b_TV, a_TV = F.linear(x_Td, self.w_in).split([m.conv_dim, m.value_dim, V, V], dim=-1)
         conv = qkv, m.conv1d.weight[:, 0], m.conv1d.bias, pack.cu_seqlens
         qkv = kernels.causal_conv(*conv) if alive is None else masked_causal_conv_silu(*conv, alive)
         query, key, value = qkv.split([m.key_dim, m.key_dim, m.value_dim], dim=-1)
@@ -214,8 +218,6 @@ class Qwen35MoeLayer:
             if self.is_attention
             else _GatedDeltaNet(module.linear_attn, backbone)
         )
-        mlp = module.mlp
-        self.experts = ExpertWeights(mlp.experts.gate_up_proj, mlp.experts.down_proj)
         d, width = config.hidden_size, config.moe_intermediate_size
         mix_token, mix_query, mix_context = self.mixer.costs(d)
         self.cost = LayerCost(
@@ -226,6 +228,13 @@ class Qwen35MoeLayer:
             router_token=2.0 * d * config.num_experts,
             expert_row=6.0 * d * width,
             strength_token=0.0 if self.is_attention else 2.0 * d * module.linear_attn.num_v_heads,
+        )
+
+    @property
+    def experts(self) -> ExpertWeights:
+        module = self.module.mlp.experts
+        return ExpertWeights(
+            adapted_parameter(module, "gate_up_proj"), adapted_parameter(module, "down_proj")
         )
 
     def _mixer_input(self, h_Td: Tensor) -> Tensor:
@@ -273,7 +282,7 @@ class Qwen35MoeBackbone(Backbone):
     family = "qwen3_5_moe"
 
     def __init__(self, model: Any, path: Path, preprocessor: Preprocessor, kernels: Kernels) -> None:
-        self._model = model.eval().requires_grad_(False)
+        self.model = model.eval().requires_grad_(False)
         text = model.config.text_config
         self.path, self.hash, self.preprocessor = path, checkpoint_hash(path), preprocessor
         self.dtype, self.device = model.dtype, model.device
@@ -289,20 +298,15 @@ class Qwen35MoeBackbone(Backbone):
         ]
         self._vision = VisionTower(model.visual, self)
 
-    @property
-    def model(self) -> Any:
-        """The transformers model whose weights this backbone reads."""
-        return self._model
-
-    @torch.no_grad()
     def embed_inputs(self, inputs: Sequence[ModelInput]) -> list[EmbeddedInput]:
         """Token embeddings with the vision tower's features in place of image and video tokens.
 
-        All inputs' images share one packed vision pass.
+        All inputs' images share one packed vision pass. The weights are frozen, so that only an adapter on the
+        tower makes anything of this record gradients.
         """
-        config = self._model.config
+        config = self.model.config
         ids_T = torch.cat([x.input_ids for x in inputs]).to(self.device)
-        hidden_Td = self._model.get_input_embeddings()(ids_T)
+        hidden_Td = self.model.get_input_embeddings()(ids_T)
         modality_T = torch.full_like(ids_T, TEXT, dtype=torch.int8)
         modality_T[ids_T == config.image_token_id] = IMAGE
         modality_T[ids_T == config.video_token_id] = VIDEO
@@ -327,7 +331,7 @@ class Qwen35MoeBackbone(Backbone):
 
     def _positions(self, x: ModelInput, modality_L: Tensor) -> Tensor:
         images, video = (x.grid_thw[:-1], x.grid_thw[-1:]) if x.has_video else (x.grid_thw, None)
-        positions, _ = self._model.get_rope_index(
+        positions, _ = self.model.get_rope_index(
             x.input_ids[None],
             mm_token_type_ids=modality_L[None].int().cpu(),
             image_grid_thw=images if len(images) else None,
@@ -338,9 +342,9 @@ class Qwen35MoeBackbone(Backbone):
 
     def rotary(self, position_ids_3T: Tensor) -> tuple[Tensor, Tensor]:
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        cos, sin = self._model.language_model.rotary_emb(like, position_ids_3T[:, None])
+        cos, sin = self.model.language_model.rotary_emb(like, position_ids_3T[:, None])
         return cos[0], sin[0]
 
     def final_norm(self, h_Sd: Tensor) -> Tensor:
-        norm = self._model.language_model.norm
+        norm = self.model.language_model.norm
         return _zero_centred_rms_norm(h_Sd, norm.weight, norm.eps)

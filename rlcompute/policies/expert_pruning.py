@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlcompute.backbones.base import Backbone, BackboneLayer, ExpertWeights
+from rlcompute.backbones.base import Backbone, BackboneLayer
 from rlcompute.backbones.qwen3_5_moe import Qwen35MoeBackbone, Qwen35MoeLayer
 from rlcompute.errors import BackendError, ConfigError
 from rlcompute.policies.expert_statistics import ExpertStatistics
@@ -192,10 +192,10 @@ class _PrunedBackbone(Qwen35MoeBackbone):
 
     def __init__(self, full: Qwen35MoeBackbone, kept_NE: Tensor) -> None:
         vars(self).update(vars(full))
-        self._model = _pruned_model(full.model, kept_NE)
+        self.model = _pruned_model(full.model, kept_NE)
         self.num_experts = kept_NE.shape[1]
         self.hash = hashlib.sha256(f"{full.hash} keeping {kept_NE.tolist()}".encode()).hexdigest()
-        modules = self._model.language_model.layers
+        modules = self.model.language_model.layers
         self.layers: list[BackboneLayer] = [
             _pruned_layer(layer, module, self.num_experts)
             for layer, module in zip(full.layers, modules, strict=True)
@@ -207,7 +207,6 @@ def _pruned_layer(layer: BackboneLayer, module: Any, experts: int) -> BackboneLa
     assert isinstance(layer, Qwen35MoeLayer)
     pruned = copy.copy(layer)
     pruned.module = module
-    pruned.experts = ExpertWeights(module.mlp.experts.gate_up_proj, module.mlp.experts.down_proj)
     share = experts / len(layer.experts.down_EdF)
     pruned.cost = replace(layer.cost, router_token=layer.cost.router_token * share)
     return pruned
