@@ -125,7 +125,9 @@ class Bypass:
 class BypassingPolicy(Policy, Protocol):
     """A policy that may also leave whole layers out.
 
-    Where all segments pass a layer, ``decide`` is not called for it; otherwise it is called with the segments that run.
+    Where all segments pass a layer, ``decide`` is not called for it. Where some do, it is called with the tokens of the
+    others: their segments keep their numbers, those that pass have no tokens in its pack. A policy that carries
+    something from layer to layer begins with layer 0, which all segments should therefore run where one takes part.
     """
 
     def bypass(self, layer: int, emb_Sd: Tensor, pack: Pack) -> Bypass | None:
@@ -137,6 +139,11 @@ class BypassingPolicy(Policy, Protocol):
             pack: all tokens that are left.
         """
         ...
+
+
+def bypass_of(policy: Policy, layer: int, emb_Sd: Tensor, pack: Pack) -> Bypass | None:
+    """What a policy that may or may not bypass layers says (:meth:`BypassingPolicy.bypass`)."""
+    return policy.bypass(layer, emb_Sd, pack) if isinstance(policy, BypassingPolicy) else None
 
 
 class Full:

@@ -1,16 +1,17 @@
 """The one loop that every policy runs through.
 
 Packed tokens go through the layers; in each, the policy decides which tokens leave and which routed experts
-run, and only what is left is computed. In the last layer nothing but the ``<emb>`` rows is computed, for every
-policy alike, because nothing else is read.
+run, and only what is left is computed. A policy may also let segments pass a layer unchanged: then the others go
+through it by themselves. In the last layer nothing but the ``<emb>`` rows is computed, for every policy alike, because
+nothing else is read.
 
-Shape legend: T tokens before the decision, U tokens after it, R tokens that go to the router, S segments,
-N layers, d hidden size, k selected experts, E experts.
+Shape legend: T tokens before the decision, U tokens after it, R tokens that go to the router, P tokens of segments
+that run a layer, S segments, N layers, d hidden size, k selected experts, E experts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlcompute.backbones.base import Backbone, BackboneLayer, Selection
-from rlcompute.decision import Decision, Policy
+from rlcompute.decision import BypassingPolicy, Decision, Policy
 from rlcompute.pack import Pack
 from rlcompute.trace import Trace
 
@@ -32,7 +33,12 @@ class Encoded:
 
 
 class LayerSignals:
-    """What the policy may read of a layer (:class:`rlcompute.decision.Signals`), computed when first read."""
+    """What the policy may read of a layer (:class:`rlcompute.decision.Signals`), computed when first read.
+
+    Attributes:
+        flops_S: float64, cost of attention maps.
+        token_flops: cost of everything else that was read or charged, for each token that reaches the decision.
+    """
 
     def __init__(
         self, layer: BackboneLayer, x_Td: Tensor, entering_Ud: Tensor, entering: Pack, is_last: bool
@@ -47,6 +53,7 @@ class LayerSignals:
         self._layer, self._x_Td = layer, x_Td
         self._entering_Ud, self._entering, self._is_last = entering_Ud, entering, is_last
         self.flops_S = torch.zeros(entering.num_segments, dtype=torch.float64)
+        self.token_flops = 0.0
 
     @cached_property
     def selection(self) -> Selection:
@@ -72,10 +79,8 @@ class LayerSignals:
 
     @cached_property
     def write_strength_TV(self) -> Tensor:
-        pack, h_Td = self._entering, self._entering_Ud
-        if self._is_last:
-            pack, h_Td = pack.emb_only(), h_Td[pack.emb_index_S]
-        self.flops_S += pack.lengths_S * self._layer.cost.strength_token
+        h_Td = self._entering_Ud[self._entering.emb_index_S] if self._is_last else self._entering_Ud
+        self.charge(self._layer.cost.strength_token)
         return self._layer.write_strength(h_Td)
 
     def received_attention_T(self, *, from_emb: bool) -> Tensor:
@@ -83,6 +88,9 @@ class LayerSignals:
         received_T, flops_S = self._layer.received_attention(self._entering_Ud, pack, from_emb=from_emb)
         self.flops_S += flops_S
         return received_T[pack.emb_index_S] if self._is_last else received_T
+
+    def charge(self, flops_per_token: float) -> None:
+        self.token_flops += flops_per_token
 
 
 class _Chosen:
@@ -135,10 +143,25 @@ def _routed_experts(
     return out_Rd, kept_R, plan.counts
 
 
-def _step(
-    backbone: Backbone, index: int, h_Td: Tensor, pack: Pack, policy: Policy
-) -> tuple[Tensor, Pack, Trace]:
-    """One layer; its trace lacks the layer dimension."""
+@dataclass(frozen=True)
+class _Stepped:
+    """What is left after a layer.
+
+    Attributes:
+        h_Ud: hidden states; in the last layer those of ``<emb>`` alone.
+        pack: where they belong.
+        index_U: their rows among those that reached the decision; None if all are left.
+        executed: the layer's row of the trace.
+    """
+
+    h_Ud: Tensor
+    pack: Pack
+    index_U: Tensor | None
+    executed: Trace
+
+
+def _step(backbone: Backbone, index: int, h_Td: Tensor, pack: Pack, policy: Policy) -> _Stepped:
+    """One layer for all tokens of the pack."""
     layer, is_last = backbone.layers[index], index == backbone.num_layers - 1
     entered_S, entering_Ud, entering = pack.lengths_S, h_Td, pack
     if is_last:
@@ -151,6 +174,7 @@ def _step(
     decision = policy.decide(index, x_Td, signals, pack)
     chosen = _Chosen(layer, x_Td, signals.selection[:2] if signals.computed else None)
 
+    index_U = None
     if decision.drop_T is not None:
         # Dropped tokens leave before the shared expert too: their output of this layer is never read.
         stays_T = ~decision.drop_T
@@ -175,13 +199,80 @@ def _step(
     executed = Trace(
         entered_S,
         decided_S,
-        pack.lengths_S,
-        routed_S,
-        zeros_S.index_add(0, segments_R, kept_R),
-        expert_rows_E,
-        signals.flops_S,
+        survived_NS=pack.lengths_S,
+        routed_NS=routed_S,
+        rows_NS=zeros_S.index_add(0, segments_R, kept_R),
+        expert_rows_NE=expert_rows_E,
+        signal_flops_NS=signals.flops_S + signals.token_flops * decided_S,
+        bypassed_NS=torch.zeros_like(entered_S),
     )
-    return h_Td, pack, executed
+    return _Stepped(h_Td, pack, index_U, executed)
+
+
+def _passed(backbone: Backbone, h_Td: Tensor, pack: Pack, is_last: bool) -> _Stepped:
+    """A layer that every segment passes unchanged."""
+    left = pack.emb_only() if is_last else pack
+    zeros_S = torch.zeros_like(pack.cu_seqlens[1:])
+    rows_S = zeros_S.to(h_Td.device)
+    executed = Trace(
+        entered_NS=zeros_S,
+        decided_NS=zeros_S,
+        survived_NS=zeros_S,
+        routed_NS=rows_S,
+        rows_NS=rows_S,
+        expert_rows_NE=rows_S.new_zeros(backbone.num_experts),
+        signal_flops_NS=zeros_S.double(),
+        bypassed_NS=pack.lengths_S,
+    )
+    return _Stepped(h_Td[pack.emb_index_S] if is_last else h_Td, left, None, executed)
+
+
+def _partly_passed(
+    backbone: Backbone, index: int, h_Td: Tensor, pack: Pack, policy: Policy, skip_S: Tensor
+) -> _Stepped:
+    """A layer that the segments of ``skip_S`` (bool, on the CPU) pass unchanged; the others run it by themselves."""
+    lengths_S, device = pack.lengths_S, h_Td.device
+    passed_S = lengths_S * skip_S
+    passes_T = torch.repeat_interleave(skip_S, lengths_S)
+    rows_P = (~passes_T).nonzero().squeeze(1).to(device, non_blocking=True)
+    running = pack.take(rows_P, _bounds(lengths_S - passed_S))
+    ran = _step(backbone, index, h_Td[rows_P], running, policy)
+    executed = replace(ran.executed, bypassed_NS=passed_S)
+    if index == backbone.num_layers - 1:
+        rows_P = (~skip_S).nonzero().squeeze(1).to(device, non_blocking=True)
+        h_Sd = h_Td[pack.emb_index_S].index_copy(0, rows_P, ran.h_Ud)
+        return _Stepped(h_Sd, pack.emb_only(), None, executed)
+    if ran.index_U is None:
+        return _Stepped(h_Td.index_copy(0, rows_P, ran.h_Ud), pack, None, executed)
+    rows_P = rows_P[ran.index_U]
+    h_Td = h_Td.index_copy(0, rows_P, ran.h_Ud)
+    left_T = passes_T.to(device, non_blocking=True).index_fill(0, rows_P, True)
+    left_S = passed_S + ran.pack.lengths_S
+    index_U = torch.nonzero_static(left_T, size=int(left_S.sum())).squeeze(1)
+    return _Stepped(h_Td[index_U], pack.take(index_U, _bounds(left_S)), index_U, executed)
+
+
+def _bounds(lengths_S: Tensor) -> Tensor:
+    """cu_seqlens of segments of these lengths."""
+    return F.pad(lengths_S.cumsum(0), (1, 0))
+
+
+def _bypassing_step(
+    backbone: Backbone, index: int, h_Td: Tensor, pack: Pack, policy: BypassingPolicy
+) -> _Stepped:
+    """One layer of a policy that may let segments pass it."""
+    bypass = policy.bypass(index, h_Td[pack.emb_index_S], pack)
+    if bypass is None:
+        return _step(backbone, index, h_Td, pack, policy)
+    skip_S = bypass.skip_S.cpu()
+    if bool(skip_S.all()):
+        stepped = _passed(backbone, h_Td, pack, index == backbone.num_layers - 1)
+    elif bool(skip_S.any()):
+        stepped = _partly_passed(backbone, index, h_Td, pack, policy, skip_S)
+    else:
+        stepped = _step(backbone, index, h_Td, pack, policy)
+    flops_S = stepped.executed.signal_flops_NS + bypass.flops_per_segment
+    return replace(stepped, executed=replace(stepped.executed, signal_flops_NS=flops_S))
 
 
 @torch.no_grad()
@@ -195,12 +286,18 @@ def encode(backbone: Backbone, hidden_Td: Tensor, pack: Pack, policy: Policy) ->
         backbone: the frozen model.
         hidden_Td: inputs of the first layer, [T,d], from :meth:`Backbone.pack`.
         pack: where the tokens belong.
-        policy: decides per layer; ``<emb>`` tokens stay whatever it says.
+        policy: decides per layer; ``<emb>`` tokens stay whatever it says. A :class:`BypassingPolicy` is also asked
+            which segments run a layer at all.
     """
     h_Td, steps = hidden_Td, []
+    bypassing = policy if isinstance(policy, BypassingPolicy) else None
     for index in range(backbone.num_layers):
-        h_Td, pack, executed = _step(backbone, index, h_Td, pack, policy)
-        steps.append(executed)
+        if bypassing is None:
+            stepped = _step(backbone, index, h_Td, pack, policy)
+        else:
+            stepped = _bypassing_step(backbone, index, h_Td, pack, bypassing)
+        h_Td, pack = stepped.h_Ud, stepped.pack
+        steps.append(stepped.executed)
     normed = backbone.final_norm(h_Td)
     wide = torch.promote_types(normed.dtype, torch.float32)
     trace = Trace(**{f.name: torch.stack([getattr(step, f.name) for step in steps]) for f in fields(Trace)})

@@ -5,8 +5,9 @@ one token, pair or row costs in each layer; :class:`FlopModel` takes FLOPs. A mu
 activations and rotary embedding are not counted, and Gated DeltaNet is charged as the recurrence of spec §2, not as
 the chunked form that kernels execute. Three figures:
 
-- executed: rows that ran, the cost of gates and of signals that only the policy read included. Full compute is
-  charged the same way, so the free saving of the last layer (only ``<emb>`` is computed there) belongs to every policy.
+- executed: rows that ran, the cost of gates and of signals that only the policy read included; of a layer that a
+  segment passed unchanged, the cost of that decision alone. Full compute is charged the same way, so the free saving of
+  the last layer (only ``<emb>`` is computed there) belongs to every policy.
 - logical: what the policy decided, as spec §3 writes it: gates, signals and router cost nothing, and a token dropped in
   a layer still pays that layer's shared expert.
 - hardware: executed, with every expert's rows rounded up to whole tiles of ``tile`` rows.
@@ -83,8 +84,16 @@ class CostModel:
         rows_NS = decided_NS * self._top_k
         if expert_rows_NE is None:
             expert_rows_NE = torch.zeros(self._row.shape[0], 0, dtype=torch.long)
-        no_signals_NS = torch.zeros_like(entered_NS, dtype=torch.float64)
-        return Trace(entered_NS, decided_NS, decided_NS, decided_NS, rows_NS, expert_rows_NE, no_signals_NS)
+        return Trace(
+            entered_NS,
+            decided_NS,
+            survived_NS=decided_NS,
+            routed_NS=decided_NS,
+            rows_NS=rows_NS,
+            expert_rows_NE=expert_rows_NE,
+            signal_flops_NS=torch.zeros_like(entered_NS, dtype=torch.float64),
+            bypassed_NS=torch.zeros_like(entered_NS),
+        )
 
 
 class FlopModel(CostModel):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -71,7 +72,8 @@ class Pack:
     Attributes:
         cu_seqlens: int64 [S+1] on the CPU, whatever the device of the tokens, so that reading lengths never waits;
             segment s owns the tokens cu_seqlens[s]:cu_seqlens[s+1]. The last token of a segment is its ``<emb>``
-            token; it is never removed.
+            token; it is never removed. A segment without tokens passes a layer that the pack goes through
+            (:class:`rlcompute.decision.Bypass`).
         segment_ids_T: int64, the segment of each token.
         token_index_T: int64, the token's place in the original input; survives compaction, so that whatever is
             derived from it does not depend on what was dropped or on the rest of the batch.
@@ -97,10 +99,16 @@ class Pack:
         """int64 [S] on the CPU, tokens per segment."""
         return self.cu_seqlens.diff()
 
-    @property
+    @cached_property
     def emb_index_S(self) -> Tensor:
-        """int64 [S], the row of each segment's ``<emb>`` token (its last)."""
-        return (self.cu_seqlens[1:] - 1).to(self.segment_ids_T.device, non_blocking=True)
+        """int64 [S], the row of each segment's ``<emb>`` token (its last); segments without tokens have none."""
+        last_S = self.cu_seqlens[1:] - 1
+        return last_S[self.lengths_S > 0].to(self.segment_ids_T.device, non_blocking=True)
+
+    @cached_property
+    def emb_cu_seqlens(self) -> Tensor:
+        """int64 [S+1] on the CPU, bounds of the segments in the pack of their ``<emb>`` tokens alone."""
+        return torch.nn.functional.pad((self.lengths_S > 0).cumsum(0), (1, 0))
 
     def is_emb_T(self) -> Tensor:
         """bool [T], true at ``<emb>`` tokens."""
@@ -122,8 +130,8 @@ class Pack:
         )
 
     def emb_only(self) -> Pack:
-        """The pack of the ``<emb>`` tokens alone, which are always alive: S segments of one token."""
-        return replace(self, alive=None).take(self.emb_index_S, torch.arange(self.num_segments + 1))
+        """The pack of the ``<emb>`` tokens alone, which are always alive: at most one token a segment."""
+        return replace(self, alive=None).take(self.emb_index_S, self.emb_cu_seqlens)
 
 
 def concatenate(inputs: Sequence[EmbeddedInput]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

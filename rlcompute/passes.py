@@ -255,14 +255,19 @@ def random_like(
     The control keeps the reference's own mix: its average probability of dropping a token that may be
     dropped, and of skipping one that stays, both raised or lowered together (as exponents of the survival
     probability) until the expected FLOPs agree. What is random is only which tokens, and in which layer.
+    A token that passes a layer unchanged counts as skipped there; where skipping alone cannot save what that saves,
+    the control of a reference that never drops drops as often as it skips.
     """
     trace, lengths_S = reference.trace, facts.lengths_S
     droppable_S = (lengths_S - 1) if droppable == "all" else facts.visual_S
-    left_NS = droppable_S - (lengths_S - trace.entered_NS)
+    left_NS = droppable_S - (lengths_S - trace.entered_NS - trace.bypassed_NS)
     dropped_NS = trace.decided_NS - trace.survived_NS
     drop = float(dropped_NS[:-1].sum()) / max(1.0, float(left_NS[:-1].sum()))
-    skip = 1.0 - float(trace.rows_NS.sum()) / max(1.0, backbone.top_k * float(trace.survived_NS.sum()))
-    flops = FlopModel(backbone)
+    passed_NS = trace.bypassed_NS.clone()
+    passed_NS[-1].clamp_(max=1)  # of <emb>, for whose output alone the last layer is there
+    stayed = float((trace.survived_NS + passed_NS).sum())
+    skip = 1.0 - float(trace.rows_NS.sum()) / max(1.0, backbone.top_k * stayed)
+    flops, wanted = FlopModel(backbone), float(reference.executed_S.sum())
 
     def mix(strength: float) -> tuple[float, float]:
         stronger_drop = 1.0 - (1.0 - drop) ** strength
@@ -272,8 +277,10 @@ def random_like(
         trace = _expected_trace(lengths_S, droppable_S, *mix(strength), backbone.num_layers, backbone.top_k)
         return float(flops.executed(trace).sum())
 
-    low, high, wanted = 0.0, 1.0, float(reference.executed_S.sum())
-    while expected(high) > wanted and high < 64.0:
+    low, high, strongest = 0.0, 1.0, 64.0
+    if drop == 0.0 and expected(strongest) > wanted:
+        drop = skip
+    while expected(high) > wanted and high < strongest:
         high *= 2.0
     for _ in range(40):
         middle = (low + high) / 2.0
@@ -322,7 +329,16 @@ def _expected_trace(
     routed_NS[-1] = 1.0 - skip
     no_experts = torch.zeros(num_layers, 0, dtype=torch.int64)
     no_signals = torch.zeros_like(entered_NS)
-    return Trace(entered_NS, decided_NS, survived_NS, routed_NS, routed_NS * top_k, no_experts, no_signals)
+    return Trace(
+        entered_NS,
+        decided_NS,
+        survived_NS,
+        routed_NS,
+        rows_NS=routed_NS * top_k,
+        expert_rows_NE=no_experts,
+        signal_flops_NS=no_signals,
+        bypassed_NS=torch.zeros_like(entered_NS),
+    )
 
 
 def _batches(items: Sequence[Item], batch_size: int) -> Iterator[Sequence[Item]]:

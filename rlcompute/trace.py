@@ -25,7 +25,9 @@ class Trace:
         rows_NS: (token, expert) rows that ran.
         expert_rows_NE: the same rows by expert, over all segments.
         signal_flops_NS: float64 FLOPs of what was computed only because the policy read it: write strength and
-            attention maps (the router's choice is in ``routed_NS``).
+            attention maps (the router's choice is in ``routed_NS``); and of decisions that differ by layer
+            (:meth:`rlcompute.decision.Signals.charge`) or are about segments (:class:`rlcompute.decision.Bypass`).
+        bypassed_NS: tokens that passed the layer unchanged; they are in none of the other counts.
     """
 
     entered_NS: Tensor
@@ -35,3 +37,4 @@ class Trace:
     rows_NS: Tensor
     expert_rows_NE: Tensor
     signal_flops_NS: Tensor
+    bypassed_NS: Tensor

@@ -37,6 +37,7 @@ def two_layers() -> Trace:
         rows_NS=torch.tensor([[5, 2], [2, 1]]),
         expert_rows_NE=torch.tensor([[5, 0, 1, 1], [0, 2, 1, 0]]),
         signal_flops_NS=torch.zeros(2, 2, dtype=torch.float64),
+        bypassed_NS=torch.zeros(2, 2, dtype=torch.int64),
     )
 
 

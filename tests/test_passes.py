@@ -130,7 +130,7 @@ def test_random_matches_a_policy_that_is_not_random(backbone: Backbone) -> None:
     decided = torch.cat([alone[:-1], torch.ones_like(alone[-1:])])
     trace = type(full.trace)(
         *(alone, decided, survived, survived, survived * backbone.top_k),
-        *(full.trace.expert_rows_NE, full.trace.signal_flops_NS),
+        *(full.trace.expert_rows_NE, full.trace.signal_flops_NS, full.trace.bypassed_NS),
     )
     executed = FlopModel(backbone).executed(trace).numpy()
     reference = Measured(full.embeddings_Sd, trace, executed, executed, executed)

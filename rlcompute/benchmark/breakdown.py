@@ -22,7 +22,7 @@ from rlcompute.benchmark.gates import heads_saving
 from rlcompute.benchmark.rows import Row, compared
 from rlcompute.benchmark.timing import Stopwatch, Timing
 from rlcompute.benchmark.variants import segment_keys, swapped_kernels
-from rlcompute.decision import Decision, Full, Policy, Signals
+from rlcompute.decision import Bypass, Decision, Full, Policy, Signals, bypass_of
 from rlcompute.encoder import encode
 from rlcompute.kernels.registry import Kernel
 from rlcompute.pack import Pack
@@ -105,6 +105,10 @@ class _TimedPolicy:
     def __init__(self, policy: Policy, watch: Stopwatch) -> None:
         self._policy, self._watch = policy, watch
         self.gate_flops_per_token = policy.gate_flops_per_token
+
+    def bypass(self, layer: int, emb_Sd: Tensor, pack: Pack) -> Bypass | None:
+        with self._watch(GATES):
+            return bypass_of(self._policy, layer, emb_Sd, pack)
 
     def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
         with self._watch(GATES):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlcompute.backbones.base import Backbone
 from rlcompute.compare.claims_model import Figure, Unit
-from rlcompute.decision import Decision, Policy, Signals
+from rlcompute.decision import Bypass, Decision, Policy, Signals, bypass_of
 from rlcompute.encoder import encode
 from rlcompute.metrics import FloatArray
 from rlcompute.pack import IMAGE, VIDEO, EmbeddedInput, Pack
@@ -23,7 +23,8 @@ from rlcompute.pack import IMAGE, VIDEO, EmbeddedInput, Pack
 KINDS = ("text", "image", "video", "visdoc", "emb")
 """Kinds of token: text, pictures, frames, the pictures of visual documents, and ``<emb>`` by itself."""
 DECIDED, DROPPED, SLOTS, RUN = range(4)
-"""Counts: tokens that reach the decision, those dropped there, the survivors' expert slots, and those that run."""
+"""Counts: tokens that reach the decision, those dropped there, the survivors' expert slots, and those that run. A token
+that passes the layer unchanged counts as one that reached it and skipped all its experts."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,20 @@ class _Recorder:
         counted_T4 = torch.stack(
             (torch.ones_like(run_T), dropped_T.long(), stays_T * self._top_k, stays_T * run_T), dim=1
         )
+        self._add(layer, counted_T4, pack)
+        return decision
+
+    def bypass(self, layer: int, emb_Sd: Tensor, pack: Pack) -> Bypass | None:
+        bypass = bypass_of(self._policy, layer, emb_Sd, pack)
+        if bypass is not None:
+            deciding = pack.emb_only() if layer == self._counts_PNY4.shape[1] - 1 else pack
+            passes_T1 = bypass.skip_S[deciding.segment_ids_T].long()[:, None]
+            self._add(layer, passes_T1 * passes_T1.new_tensor([1, 0, self._top_k, 0]), deciding)
+        return bypass
+
+    def _add(self, layer: int, counted_T4: Tensor, pack: Pack) -> None:
         where = (self._pair_S[pack.segment_ids_T.cpu()], kind_T(pack, self._is_visdoc_S).cpu())
         self._counts_PNY4[:, layer].index_put_(where, counted_T4.cpu(), accumulate=True)
-        return decision
 
 
 def firing(

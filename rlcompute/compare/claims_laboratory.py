@@ -26,7 +26,7 @@ from rlcompute.compare.contenders import Builder
 from rlcompute.compare.strength_study import StrengthStudy
 from rlcompute.config import Config
 from rlcompute.data.schema import Pair
-from rlcompute.decision import Decision, Full, Policy, Signals
+from rlcompute.decision import Bypass, Decision, Full, Policy, Signals, bypass_of
 from rlcompute.encoder import encode
 from rlcompute.held_out import items_of, ranks_by_modality
 from rlcompute.metrics import IntArray
@@ -55,6 +55,9 @@ class _DropsSkip:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self.gate_flops_per_token = policy.gate_flops_per_token
+
+    def bypass(self, layer: int, emb_Sd: Tensor, pack: Pack) -> Bypass | None:
+        return bypass_of(self._policy, layer, emb_Sd, pack)
 
     def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
         decision = self._policy.decide(layer, x_Td, signals, pack)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from rlcompute.decision import Decision, Policy, Signals
+from rlcompute.decision import Bypass, Decision, Policy, Signals, bypass_of
 from rlcompute.pack import Pack
 
 
@@ -15,11 +16,21 @@ class Combined:
 
     All of them see every token that reaches the layer, also those that another one drops in it. The lowest limit on
     experts holds, and weights are renormalised if one of them asks for it. A signal that several read is computed once.
+    A segment passes a layer if any of the policies says so.
     """
 
     def __init__(self, policies: Sequence[Policy]) -> None:
         self.policies = tuple(policies)
         self.gate_flops_per_token = sum((policy.gate_flops_per_token for policy in self.policies), 0.0)
+
+    def bypass(self, layer: int, emb_Sd: Tensor, pack: Pack) -> Bypass | None:
+        """The union of what is skipped, at the cost of all who were asked."""
+        asked = [bypass_of(policy, layer, emb_Sd, pack) for policy in self.policies]
+        made = [bypass for bypass in asked if bypass is not None]
+        if not made:
+            return None
+        skip_S = torch.stack([bypass.skip_S for bypass in made]).any(dim=0)
+        return Bypass(skip_S, sum((bypass.flops_per_segment for bypass in made), 0.0))
 
     def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
         """The union of drops and the intersection of what is kept."""

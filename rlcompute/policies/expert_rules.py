@@ -241,9 +241,9 @@ def _beta_layers(rule: str, backbone: Backbone) -> list[bool]:
 
 def _without_emb(pack: Pack) -> tuple[Tensor, Tensor]:
     """Rows that are not ``<emb>``, int64 [B], and their segments' bounds, int64 [S+1] on the CPU."""
-    size = len(pack.segment_ids_T) - pack.num_segments
+    size = len(pack.segment_ids_T) - len(pack.emb_index_S)
     rows_B = torch.nonzero_static(~pack.is_emb_T(), size=size).squeeze(1)
-    return rows_B, pack.cu_seqlens - torch.arange(pack.num_segments + 1)
+    return rows_B, pack.cu_seqlens - pack.emb_cu_seqlens
 
 
 def _lowest(score_B: Tensor, bounds: Tensor, count_S: Tensor) -> Tensor:
