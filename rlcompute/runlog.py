@@ -171,8 +171,6 @@ class RunLog:
     """
 
     def __init__(self, config: Config, *, completed: int = 0) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, needed only while training
-
         self.folder = RunFolder(config.run.folder)
         self.folder.logs.mkdir(parents=True, exist_ok=True)
         if completed == 0:
@@ -182,13 +180,22 @@ class RunLog:
         self.folder.failure.unlink(missing_ok=True)
         self.folder.config.write_text(dump_yaml(config))
         self._write_environment(completed)
-        self._metrics = self.folder.metrics.open("a", encoding="utf-8")
-        self._writer: Any = SummaryWriter(str(self.folder.tensorboard), purge_step=completed + 1)
-        self.iteration = completed
-        self._progress = ProgressReporter("training", config.iterations, unit="iteration", done=completed)
+        self._iterations = config.iterations
+        self._open(completed)
 
     def __enter__(self) -> Self:
         return self
+
+    def rewind(self, completed: int) -> None:
+        """Cuts off what was logged after iteration ``completed``: those iterations run again, in this session.
+
+        Raises:
+            CheckpointError: as at the start.
+        """
+        self._close()
+        _truncate_metrics(self.folder.metrics, completed)
+        self._open(completed)
+        self.begin()
 
     def begin(self) -> None:
         """Starts the progress of the iterations; call it after set-up, which must not count in their rate."""
@@ -197,7 +204,18 @@ class RunLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.__exit__(kind, error, trace)
+        self._close()
+
+    def _open(self, completed: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, needed only while training
+
+        self._metrics = self.folder.metrics.open("a", encoding="utf-8")
+        self._writer: Any = SummaryWriter(str(self.folder.tensorboard), purge_step=completed + 1)
+        self.iteration = completed
+        self._progress = ProgressReporter("training", self._iterations, unit="iteration", done=completed)
+
+    def _close(self) -> None:
+        self._progress.__exit__(None, None, None)
         self._metrics.close()
         self._writer.close()
 

@@ -23,13 +23,14 @@ class BatchPlan:
     extra places.
     """
 
-    def __init__(self, pairs: Sequence[Pair], *, seed: int, pairs_per_batch: int) -> None:
+    def __init__(self, pairs: Sequence[Pair], *, seed: int, pairs_per_batch: int, key: str) -> None:
         """Plans the batches of a run.
 
         Args:
             pairs: all training pairs, in any order.
             seed: seed of the run.
             pairs_per_batch: pairs of one iteration.
+            key: the configuration's name for that number.
 
         Raises:
             ConfigError: a task has fewer pairs than one batch takes from it.
@@ -45,8 +46,8 @@ class BatchPlan:
         for task, members in by_task.items():
             if len(members) < self._share:
                 raise ConfigError(
-                    f"grpo.pairs_per_batch={pairs_per_batch} takes {self._share} pairs of each of {len(self._tasks)} "
-                    f"tasks, but task {task!r} has {len(members)}: lower grpo.pairs_per_batch or add training pairs"
+                    f"{key}={pairs_per_batch} takes {self._share} pairs of each of {len(self._tasks)} "
+                    f"tasks, but task {task!r} has {len(members)}: lower {key} or add training pairs"
                 )
 
     @property

@@ -3,8 +3,8 @@
     checkpoints/latest                      name of the newest complete checkpoint, written last
     checkpoints/step_000100/
         gates.safetensors, gate_config.json
-        optimizer.safetensors               learner.GRPOLearner.optimizer_tensors
-        trainer_state.json                  iterations done, controller, collapse monitor
+        optimizer.safetensors               moments and step counts by parameter
+        trainer_state.json                  iterations done, and what else the method has to remember
         COMPLETE                            written when the rest is there; without it the folder does not count
 
 Learning rates, batches and random draws follow from the iteration, so there is nothing else to save.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,17 +35,16 @@ LATEST = "latest"
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What the driver has to remember between iterations.
+    """What training has to remember between iterations.
 
     Attributes:
         completed: iterations done.
-        controller: :meth:`LambdaController.state`.
-        monitor: :meth:`CollapseMonitor.state`.
+        parts: states by name, JSON: the controller's and the collapse monitor's of GRPO, the stages' of straight-through
+            training.
     """
 
     completed: int
-    controller: dict[str, Any]
-    monitor: dict[str, int]
+    parts: dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def save_checkpoint(
         checkpoints: folder that holds the run's checkpoints.
         gates: the current ones.
         optimizer: the optimiser's tensors.
-        state: the driver's state.
+        state: the trainer's state.
         backbone, extra: see :func:`rlcompute.policies.checkpoint.save_gates`.
     """
     folder = checkpoints / f"step_{state.completed:06d}"
@@ -79,7 +79,7 @@ def save_checkpoint(
     folder.mkdir(parents=True)
     save_gates(folder, gates, backbone, extra)
     save_file(optimizer, folder / OPTIMIZER)
-    content = {"format_version": FORMAT_VERSION, **vars(state)}
+    content = {"format_version": FORMAT_VERSION, "completed": state.completed, **state.parts}
     (folder / STATE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     (folder / COMPLETE).touch()
     partial = checkpoints / f".{LATEST}.partial"
@@ -88,11 +88,15 @@ def save_checkpoint(
     return folder
 
 
-def load_checkpoint(folder: Path) -> Checkpoint:
+def load_checkpoint(folder: Path, parts: Collection[str]) -> Checkpoint:
     """Reads a checkpoint written by :func:`save_checkpoint`.
 
+    Args:
+        folder: the checkpoint.
+        parts: names that the trainer's state must have.
+
     Raises:
-        CheckpointError: something is missing, damaged or of another version.
+        CheckpointError: something is missing, damaged or of another version or method.
     """
     for name in (COMPLETE, OPTIMIZER, STATE):
         if not (folder / name).is_file():
@@ -104,7 +108,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         optimizer = load_file(folder / OPTIMIZER)
         content = json.loads((folder / STATE).read_text(encoding="utf-8"))
         version = content.pop("format_version")
-        state = TrainerState(**content)
+        state = TrainerState(content.pop("completed"), content)
     except (json.JSONDecodeError, SafetensorError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{folder}: damaged ({error!r}); delete it and resume from an earlier one"
@@ -112,5 +116,10 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     if version != FORMAT_VERSION:
         raise CheckpointError(
             f"{folder / STATE}: format {version!r}, but this version reads {FORMAT_VERSION}"
+        )
+    if set(content) != set(parts):
+        raise CheckpointError(
+            f"{folder / STATE}: holds {', '.join(content) or 'nothing'} besides the iteration, but this run needs "
+            f"{', '.join(parts)}: resume with the run.method that wrote it, or resume an earlier checkpoint"
         )
     return Checkpoint(gates, optimizer, state)

@@ -1,32 +1,43 @@
-"""What the rollout workers can tell after a failure: memory, and stacks of those on this machine."""
+"""What workers can tell after a failure: memory, and stacks of those on this machine."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlcompute.actors.dispatch import WorkerPool
-from rlcompute.actors.rollout import stack_file
+from rlcompute.actors.messages import Reply
 
 STACK_WAIT_S = 0.5
 
 
-def failure_details(pool: WorkerPool | None, logs: Path) -> dict[str, Any]:
+def stack_file(log_folder: Path, worker: int) -> Path:
+    """Where a worker writes its stacks when it receives SIGUSR1."""
+    return log_folder / f"worker_{worker}_stacks.txt"
+
+
+def write_stacks_on_signal(path: Path) -> None:
+    """Registers SIGUSR1, unless the run folder is not on this machine."""
+    if path.parent.is_dir():
+        # Stays open for the life of the process: the handler must not open files.
+        faulthandler.register(signal.SIGUSR1, file=path.open("w"), all_threads=True)
+
+
+def failure_details(replies: Mapping[int, Reply], logs: Path) -> dict[str, Any]:
     """Facts for ``failure.json``: host, process, memory in bytes and stacks of each worker, as last heard from.
 
     Args:
-        pool: the workers, None if there are none yet.
+        replies: what each worker said last.
         logs: folder into which the workers write their stacks.
     """
-    if pool is None:
-        return {}
     here = socket.gethostname()
     signalled = [
-        worker for worker, reply in pool.replies.items() if reply.host == here and _signal(reply.pid)
+        worker for worker, reply in replies.items() if reply.host == here and _signal(reply.pid)
     ]
     if signalled:
         time.sleep(STACK_WAIT_S)
@@ -38,7 +49,7 @@ def failure_details(pool: WorkerPool | None, logs: Path) -> dict[str, Any]:
                 "memory_bytes": reply.resident_bytes,
                 "stacks": _read(stack_file(logs, worker)) if worker in signalled else "",
             }
-            for worker, reply in sorted(pool.replies.items())
+            for worker, reply in sorted(replies.items())
         }
     }
 

@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlcompute.actors.dispatch import WorkerPool
 from rlcompute.actors.messages import SIDES, Array, Overlay
 from rlcompute.config import Config
 from rlcompute.data.images import decode_image
@@ -29,31 +28,37 @@ class _Subject:
 class Pictures:
     """Adds up actions and draws them, with overlays of the same inputs, every ``logging.images_every`` iterations."""
 
-    def __init__(self, config: Config, pairs: Sequence[Pair], pool: WorkerPool) -> None:
+    def __init__(self, config: Config, pairs: Sequence[Pair]) -> None:
         self._every = config.logging.images_every
-        self._last = config.grpo.iterations
-        self._pool = pool
+        self._last = config.iterations
         self._subjects = _choose(pairs, config.logging.overlay_inputs)
         self._actions_NM3: Array | None = None
 
-    def after(self, completed: int, actions_NM3: Array, weights_version: int) -> dict[str, Picture]:
-        """Pictures by tag after iteration ``completed``; none between the times to draw.
+    @property
+    def sides(self) -> list[Side]:
+        """The inputs that are drawn each time."""
+        return [subject.side for subject in self._subjects]
 
-        Args:
-            completed: iterations done.
-            actions_NM3: decisions of this iteration by layer, token modality and action.
-            weights_version: weights that the workers hold now, which the overlays show.
-        """
+    def due(self, completed: int) -> bool:
+        """Whether it is time to draw after iteration ``completed``."""
+        return completed % self._every == 0 or completed == self._last
+
+    def add(self, actions_NM3: Array) -> None:
+        """Counts the decisions of an iteration, by layer, token modality and action."""
         self._actions_NM3 = actions_NM3 if self._actions_NM3 is None else self._actions_NM3 + actions_NM3
-        if completed % self._every and completed != self._last:
-            return {}
-        pictures = {"actions/by_layer": action_fractions(self._actions_NM3)}
-        num_layers, self._actions_NM3 = len(actions_NM3), None
-        tasks = {number: subject.side for number, subject in enumerate(self._subjects)}
-        done = self._pool.scatter("overlays", "overlay", tasks, weights_version=weights_version)
-        for number, subject in enumerate(self._subjects):
+
+    def forget(self) -> None:
+        """Drops what was added since the last pictures: those iterations run again."""
+        self._actions_NM3 = None
+
+    def draw(self, overlays: Sequence[Overlay]) -> dict[str, Picture]:
+        """Pictures by tag, of what was added since the last ones; ``overlays`` are those of :attr:`sides`."""
+        assert self._actions_NM3 is not None
+        actions_NM3, self._actions_NM3 = self._actions_NM3, None
+        pictures = {"actions/by_layer": action_fractions(actions_NM3)}
+        for subject, overlay in zip(self._subjects, overlays, strict=True):
             pictures[f"overlays/{subject.name}"] = draw_overlay(
-                subject.side, done[number].result, num_layers, subject.name
+                subject.side, overlay, len(actions_NM3), subject.name
             )
         return pictures
 

@@ -6,10 +6,8 @@ would swallow the exception, restart the process and try again.
 
 from __future__ import annotations
 
-import faulthandler
 import functools
 import os
-import signal
 import socket
 import traceback
 from collections.abc import Callable, Mapping
@@ -26,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from rlcompute.actors.cluster import quieten_ray
 from rlcompute.actors.engine import RolloutEngine
+from rlcompute.actors.failure import stack_file, write_stacks_on_signal
 from rlcompute.actors.learner import GateModule
 from rlcompute.actors.messages import GradientRequest, MicroBatch, Reply
 from rlcompute.backbones import load_configured
@@ -66,7 +65,7 @@ class RolloutWorker(EnvRunner):  # type: ignore[misc]  # ray is not typed
         # One thread: there is a worker for every core, and a sum's last bits must not depend on the machine.
         torch.set_num_threads(1)
         keep_freed_memory()
-        _write_stacks_on_signal(stack_file(Path(self.config.log_folder), self.worker_index))
+        write_stacks_on_signal(stack_file(Path(self.config.log_folder), self.worker_index))
         self.weights_version = NEVER_SYNCED
         self._engine: RolloutEngine | None = None
         self.make_module()
@@ -157,14 +156,3 @@ class RolloutWorker(EnvRunner):  # type: ignore[misc]  # ray is not typed
     def stop(self) -> None:
         """Nothing to release."""
 
-
-def stack_file(log_folder: Path, worker: int) -> Path:
-    """Where a worker writes its stacks when it receives SIGUSR1."""
-    return log_folder / f"worker_{worker}_stacks.txt"
-
-
-def _write_stacks_on_signal(path: Path) -> None:
-    """Registers SIGUSR1, unless the run folder is not on this machine."""
-    if path.parent.is_dir():
-        # Stays open for the life of the process: the handler must not open files.
-        faulthandler.register(signal.SIGUSR1, file=path.open("w"), all_threads=True)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from rlcompute.actors.dispatch import WorkerPool
 from rlcompute.config import Config
@@ -37,19 +38,22 @@ def teacher_bank(config: Config, pairs: Sequence[Pair], backbone_hash: str, pool
         pool: the workers.
     """
     path = cache_path(config, pairs, backbone_hash)
-    tensors = _load(path)
-    if tensors is None:
-        tensors = _compute(pairs, pool)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        save_file(tensors, partial)
-        partial.replace(path)
+    embeddings_2Md = read_embeddings(path)
+    if embeddings_2Md is None:
+        embeddings_2Md = _compute(pairs, pool)
+        write_embeddings(path, embeddings_2Md)
+    query_Md, target_Md = embeddings_2Md.unbind(0)
     return TeacherBank(
-        query_Md=tensors["query"],
-        target_Md=tensors["target"],
+        query_Md=query_Md.contiguous(),
+        target_Md=target_Md.contiguous(),
         tasks=[pair.task for pair in pairs],
         target_ids=[pair.target_id for pair in pairs],
     )
+
+
+def chunks_of(pairs: Sequence[Pair]) -> dict[int, list[Pair]]:
+    """The packs in which pairs are embedded, by the place of their first pair."""
+    return {start: list(pairs[start : start + CHUNK_PAIRS]) for start in range(0, len(pairs), CHUNK_PAIRS)}
 
 
 def cache_path(config: Config, pairs: Sequence[Pair], backbone_hash: str) -> Path:
@@ -73,19 +77,29 @@ def _content_digest(side: Side) -> bytes:
     return digest.digest()
 
 
-def _load(path: Path) -> dict[str, torch.Tensor] | None:
-    """Cached tensors; None if there are none. A damaged file is computed again."""
+def read_embeddings(path: Path) -> Tensor | None:
+    """Cached embeddings float32 [2,M,d]; None if there are none. A damaged file is computed again."""
     if not path.is_file():
         return None
     try:
-        return load_file(path)
+        tensors = load_file(path)
     except SafetensorError:
-        path.unlink()
+        path.unlink(missing_ok=True)
         return None
+    return torch.stack([tensors["query"], tensors["target"]])
 
 
-def _compute(pairs: Sequence[Pair], pool: WorkerPool) -> dict[str, torch.Tensor]:
-    chunks = {start: list(pairs[start : start + CHUNK_PAIRS]) for start in range(0, len(pairs), CHUNK_PAIRS)}
+def write_embeddings(path: Path, embeddings_2Md: Tensor) -> None:
+    """Caches embeddings; a reader sees the whole file or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    query_Md, target_Md = embeddings_2Md.unbind(0)
+    save_file({"query": query_Md.contiguous(), "target": target_Md.contiguous()}, partial)
+    partial.replace(path)
+
+
+def _compute(pairs: Sequence[Pair], pool: WorkerPool) -> Tensor:
+    chunks = chunks_of(pairs)
     with ProgressReporter("full-compute embeddings", len(pairs), unit="pair") as progress:
         done = pool.scatter(
             "teacher embeddings",
@@ -94,6 +108,4 @@ def _compute(pairs: Sequence[Pair], pool: WorkerPool) -> dict[str, torch.Tensor]
             tasks_per_call=CHUNKS_PER_CALL,
             progress=lambda starts: progress.advance(sum(len(chunks[start]) for start in starts)),
         )
-    joined_2Md = np.concatenate([done[start].result for start in chunks], axis=1)
-    query_Md, target_Md = torch.from_numpy(joined_2Md).unbind(0)
-    return {"query": query_Md.contiguous(), "target": target_Md.contiguous()}
+    return torch.from_numpy(np.concatenate([done[start].result for start in chunks], axis=1))

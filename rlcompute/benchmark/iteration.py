@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rlcompute.actors.cluster import ray_session
-from rlcompute.actors.train import Trainer, check
+from rlcompute.actors.grpo_train import Trainer, check
 from rlcompute.benchmark.bench import Bench
 from rlcompute.benchmark.rows import Row
 from rlcompute.benchmark.timing import Timing, no_collection

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlcompute.actors import train
+from rlcompute.actors import grpo_train, train
 from rlcompute.config import Config
 from rlcompute.data import Pair, write_pairs
 from rlcompute.errors import CheckpointError, ConfigError, DataError
@@ -54,7 +54,7 @@ def test_undecodable_image_is_an_error_or_skipped(inputs: Path, tmp_path: Path) 
     broken = replace(pairs[3], target=replace(pairs[3].target, images=(b"no image",)))
     pairs[3] = broken
     refuse(with_rows(inputs, tmp_path, pairs), DataError, f"id '{broken.id}'")
-    found = train.check(with_rows(inputs, tmp_path, pairs, on_bad_row="skip"), resume=False)
+    found = grpo_train.check(with_rows(inputs, tmp_path, pairs, on_bad_row="skip"), resume=False)
     assert len(found.pairs) == 9
     assert [line.split(":")[0] for line in found.skipped] == [broken.id]
 
@@ -65,7 +65,7 @@ def test_more_negatives_than_there_are(inputs: Path, tmp_path: Path) -> None:
 
 
 def test_the_pair_itself_is_no_negative_of_the_bank(inputs: Path, tmp_path: Path) -> None:
-    train.check(make_config(inputs, tmp_path, "x", reward={"negatives": 14}), resume=False)
+    grpo_train.check(make_config(inputs, tmp_path, "x", reward={"negatives": 14}), resume=False)
     config = make_config(inputs, tmp_path, "x", reward={"negatives": 15})
     refuse(config, ConfigError, "reward.negatives=15 but a gallery has 14")
 
