@@ -18,8 +18,10 @@ from rlcompute.errors import CheckpointError
 from rlcompute.pack import Pack
 from rlcompute.policies.combined import Combined
 from rlcompute.policies.gates import Droppable
+from rlcompute.policies.ste_early_exit import EarlyExit
 from rlcompute.policies.ste_expert_skip import ExpertSkip
 from rlcompute.policies.ste_gate import SteGate, StepContext
+from rlcompute.policies.ste_halting import AvitHalting, BetaHalting, CumulativeHalting
 from rlcompute.policies.ste_layer_skip import LayerSkip
 from rlcompute.policies.ste_null_experts import NullExperts
 from rlcompute.policies.ste_pruner import TokenPruner
@@ -28,15 +30,17 @@ from rlcompute.soft_decision import Carry, SoftBypass, SoftDecision, SoftPolicy
 __all__ = ["Observed", "SteGate", "StepContext", "StraightThroughGates"]
 
 
-def _classes() -> dict[str, type[SteGate]]:
-    """Gates by kind."""
-    from rlcompute.policies.ste_early_exit import EarlyExit
-    from rlcompute.policies.ste_halting import AvitHalting, BetaHalting, CumulativeHalting
-
-    classes: tuple[type[SteGate], ...] = (
-        TokenPruner, ExpertSkip, LayerSkip, NullExperts, AvitHalting, CumulativeHalting, BetaHalting, EarlyExit
-    )  # fmt: skip
-    return {gate.kind: gate for gate in classes}
+_CLASSES: tuple[type[SteGate], ...] = (
+    TokenPruner,
+    ExpertSkip,
+    LayerSkip,
+    NullExperts,
+    AvitHalting,
+    CumulativeHalting,
+    BetaHalting,
+    EarlyExit,
+)
+_BY_KIND = {gate.kind: gate for gate in _CLASSES}
 
 
 class Observed:
@@ -208,13 +212,12 @@ class StraightThroughGates(nn.Module):
         Raises:
             CheckpointError: an unknown kind, or tensors that do not fit the description.
         """
-        classes = _classes()
-        unknown = sorted(set(description) - set(classes))
+        unknown = sorted(set(description) - set(_BY_KIND))
         if unknown:
             raise CheckpointError(
-                f"unknown kind of gate {unknown[0]!r}: this version has {', '.join(classes)}"
+                f"unknown kind of gate {unknown[0]!r}: this version has {', '.join(_BY_KIND)}"
             )
-        gates = cls([classes[kind].create(arguments) for kind, arguments in description.items()])
+        gates = cls([_BY_KIND[kind].create(arguments) for kind, arguments in description.items()])
         try:
             gates.gates.load_state_dict(dict(tensors), strict=True)
         except RuntimeError as error:

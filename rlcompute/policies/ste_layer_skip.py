@@ -20,7 +20,8 @@ from rlcompute.soft_decision import Carry, SoftBypass
 class LayerSkip(SteGate):
     """Skips mixer and experts of a layer for a whole input where the logit lies above the threshold.
 
-    The logit is linear in the ``<emb>`` row that enters the layer, divided by its root mean square.
+    The logit is linear in the ``<emb>`` row that enters the layer, divided by its root mean square; it needs no other
+    standardisation.
 
     Terms, per layer that may be skipped: ``skipped`` [1], sum over inputs of the masses that do not run it; ``inputs``
     [1], their number.
