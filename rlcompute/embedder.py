@@ -12,6 +12,7 @@ from PIL import Image
 
 from rlcompute.backbones import load_backbone
 from rlcompute.backbones.base import Backbone
+from rlcompute.backbones.lora import adapter_folder
 from rlcompute.data.schema import Side
 from rlcompute.decision import Full, Policy
 from rlcompute.encoder import encode
@@ -69,7 +70,7 @@ def make_rows(
 
 
 class AdaptiveEmbedder:
-    """Embeds any mix of text, images and video with greedy gates (or with full compute).
+    """Embeds any mix of text, images and video with trained gates (or with full compute).
 
     Attributes:
         backbone: the frozen model.
@@ -90,14 +91,14 @@ class AdaptiveEmbedder:
         full_compute: bool = False,
         tile_rows: int | None = None,
     ) -> AdaptiveEmbedder:
-        """Load exported gates and the backbone that they name.
+        """Load exported gates and the backbone that they name, with the adapter that was trained with them, if any.
 
         Args:
             path: an ``export/`` folder, or any folder with gate files.
             backbone: where the backbone's checkpoint lies here; None takes the path written in the gates.
             dtype: of the backbone, by torch's name.
             device: a torch device.
-            full_compute: ignore the gates' decisions, for comparison.
+            full_compute: ignore the gates' decisions and their adapter, for comparison.
             tile_rows: rows of a tile of the experts' kernel: skip whole tiles instead of the rows that the gates chose
                 (:class:`~rlcompute.policies.tile_aware.TileAware`). Faster where tiles are large, but an embedding
                 then depends on its batch; None leaves the gates' decisions as they are.
@@ -105,7 +106,7 @@ class AdaptiveEmbedder:
         Raises:
             ValueError: ``tile_rows`` is below 1.
             CheckpointError: gates or backbone are missing or damaged, or do not belong to each other.
-            ConfigError: the device is not there.
+            ConfigError: the device is not there, or peft is not, which adapters need.
         """
         if tile_rows is not None and tile_rows < 1:
             raise ValueError(f"tile_rows must be at least 1, got {tile_rows}")
@@ -113,7 +114,9 @@ class AdaptiveEmbedder:
         where = saved.backbone["path"] if backbone is None else backbone
         # Texts are cut where they were cut in training.
         max_tokens = int(saved.extra.get("max_tokens", DEFAULT_MAX_TOKENS))
-        loaded = load_backbone(where, dtype=dtype, device=device, max_tokens=max_tokens)
+        # Full compute is that of the backbone as it was before gates and adapter were trained.
+        adapter = None if full_compute else adapter_folder(path)
+        loaded = load_backbone(where, dtype=dtype, device=device, max_tokens=max_tokens, adapter=adapter)
         check_backbone(saved, path, loaded.hash, where)
         policy: Policy = Full() if full_compute else saved.gates.to(device=device).policy()
         if tile_rows is not None:

@@ -13,13 +13,19 @@ from typing import Any
 
 from rlcompute.backbones import resolve_path
 from rlcompute.backbones.fingerprint import checkpoint_hash
+from rlcompute.backbones.lora import FOLDER, adapter_folder
 from rlcompute.charge import describe_cost
 from rlcompute.config import Config
 from rlcompute.errors import CheckpointError, ConfigError
 from rlcompute.policies.checkpoint import TENSORS, SavedGates, check_backbone, load_gates, save_gates
+from rlcompute.policies.gates import GateHeads
 from rlcompute.runlog import RunFolder
 
 CARD = "README.md"
+ADAPTER_LINE = (
+    f"- Low-rank adapter of the backbone: `{FOLDER}/`, merged into its weights when the gates are loaded "
+    "(`pip install 'rlcompute[lora]'`)."
+)
 
 
 def latest_checkpoint(run_folder: Path) -> Path:
@@ -79,6 +85,9 @@ def export_gates(config: Config, *, step: int | None = None, out: Path | None = 
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     save_gates(temporary, saved.gates, saved.backbone, saved.extra)
+    adapter = adapter_folder(checkpoint)
+    if adapter is not None:
+        shutil.copytree(adapter, temporary / adapter.name)
     card = model_card(config, saved, checkpoint, _measured(run_folder, checkpoint))
     (temporary / CARD).write_text(card, encoding="utf-8")
     if out.exists():
@@ -110,9 +119,8 @@ def model_card(config: Config, saved: SavedGates, checkpoint: Path, evaluation: 
         f"- Backbone: `{saved.backbone['path']}` ({saved.backbone['family']}), hash `{saved.backbone['hash']}`.",
         "  Another backbone is refused.",
         *(f"- {line}" for line in saved.gates.summary()),
-        f"- Checkpoint: `{checkpoint.name}`; target saving {config.reward.target_flops_saved:.0%} of the language "
-        f"model's {describe_cost(config.compute)}, "
-        f"recall floor {config.reward.recall_floor:.0%} of the teacher's, seed {config.run.seed}.",
+        *([] if adapter_folder(checkpoint) is None else [ADAPTER_LINE]),
+        f"- Checkpoint: `{checkpoint.name}`; {_aim(config, saved)}, seed {config.run.seed}.",
         "",
         "```python",
         "from rlcompute.embedder import AdaptiveEmbedder",
@@ -129,6 +137,27 @@ def model_card(config: Config, saved: SavedGates, checkpoint: Path, evaluation: 
     else:
         lines += _measured_lines(evaluation)
     return "\n".join(lines) + "\n"
+
+
+def _aim(config: Config, saved: SavedGates) -> str:
+    """What the gates were trained to save, in words."""
+    if isinstance(saved.gates, GateHeads):
+        return (
+            f"target saving {config.reward.target_flops_saved:.0%} of the language model's "
+            f"{describe_cost(config.compute)}, recall floor {config.reward.recall_floor:.0%} of the teacher's"
+        )
+    ste = config.ste
+    if ste.combination == "shared":
+        return f"target saving {ste.flops_saved:.0%} of the language model's FLOPs for all gates together"
+    targets = {
+        "token_pruner": f"{ste.prune_keep:.0%} of the visual tokens kept",
+        "expert_skip": None
+        if ste.skip_target is None
+        else f"experts skipped for {ste.skip_target:.0%} of tokens",
+        "layer_skip": f"{ste.layer_target:.0%} of the layers from {ste.layer_first} on skipped",
+    }
+    told = [text for action in ste.actions if (text := targets.get(action)) is not None]
+    return "targets: " + ", ".join(told) if told else "no target rate"
 
 
 def _measured_lines(evaluation: dict[str, Any]) -> list[str]:

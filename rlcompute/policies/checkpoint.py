@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -19,14 +19,12 @@ from torch import Tensor
 from rlcompute.decision import Policy
 from rlcompute.errors import CheckpointError
 from rlcompute.policies.gates import Droppable, GateHeads
-
-if TYPE_CHECKING:
-    from rlcompute.policies.ste_gates import StraightThroughGates
+from rlcompute.policies.ste_gates import StraightThroughGates
 
 FORMAT_VERSION = 1
 TENSORS = "gates.safetensors"
 CONFIG = "gate_config.json"
-HEADS, STRAIGHT_THROUGH = "route_skip_drop", "straight_through"
+HEADS, STRAIGHT_THROUGH = GateHeads.kind, StraightThroughGates.kind
 METHODS = {HEADS: "GRPO", STRAIGHT_THROUGH: "straight-through"}
 """What trains gates of each kind, in words."""
 
@@ -147,8 +145,6 @@ def _create(kind: str, config: dict[str, Any], tensors: dict[str, Tensor], folde
     try:
         if kind == HEADS:
             return GateHeads.create({"droppable": config.pop("droppable")}, tensors)
-        from rlcompute.policies.ste_gates import StraightThroughGates
-
         return StraightThroughGates.create(config.pop("gates"), tensors)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
@@ -171,8 +167,6 @@ def straight_through_of(saved: SavedGates, folder: str | Path) -> StraightThroug
     Raises:
         CheckpointError: the gates of ``folder`` are of another kind.
     """
-    from rlcompute.policies.ste_gates import StraightThroughGates
-
     if not isinstance(saved.gates, StraightThroughGates):
         raise _other_kind(saved, folder, STRAIGHT_THROUGH, "ste")
     return saved.gates

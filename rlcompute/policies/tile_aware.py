@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from rlcompute.decision import Decision, Policy, Signals
+from rlcompute.decision import Bypass, BypassingPolicy, Decision, Policy, Signals
 from rlcompute.kernels.tile_skip import tile_aware_keep
 from rlcompute.pack import Pack
 
@@ -30,6 +30,11 @@ class TileAware:
         self.policy = policy
         self.gate_flops_per_token = policy.gate_flops_per_token
         self._rows_per_tile, self._num_experts = rows_per_tile, num_experts
+
+    def bypass(self, layer: int, emb_Sd: Tensor, pack: Pack) -> Bypass | None:
+        """The policy's."""
+        policy = self.policy
+        return policy.bypass(layer, emb_Sd, pack) if isinstance(policy, BypassingPolicy) else None
 
     def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
         """The policy's drops; its skips at no more gate mass in no more tiles. Reads the routing of all tokens."""
