@@ -142,6 +142,12 @@ def test_budget_of_one_action_by_hand(
     assert found.progress == pytest.approx({} if progress is None else {kind: progress})
 
 
+def test_expert_skip_alone_goes_as_far_as_training_allows() -> None:
+    alone = evaluate(make_settings("expert_skip", skip_target=0.6))
+    assert float(alone.parts["expert_skip"]) == pytest.approx(0.02 * (1 - 0.2))
+    assert alone.progress == {}
+
+
 def test_several_actions_have_squared_budgets() -> None:
     combined = make_settings("token_pruner", "expert_skip", "layer_skip", "null_experts", skip_target=0.6)
     found = evaluate(combined)
@@ -191,6 +197,9 @@ def test_weights_scale_what_they_name() -> None:
     weighted = evaluate(
         make_settings("token_pruner", contrastive_weight=2.0, distill_weight=3.0, prune_weight=2.0)
     )
+    halting = evaluate(make_settings("halt_avit", ponder_weight=0.5, prior_weight=2.0))
+    assert float(halting.parts["ponder"]) == pytest.approx(0.5 * 2.5)
+    assert float(halting.parts["prior"]) == pytest.approx(2.0 * 0.3)
     for name, factor in {"contrastive": 2.0, "distill": 3.0, "token_pruner": 4.0}.items():
         assert float(weighted.parts[name]) == pytest.approx(factor * float(plain.parts[name]))
 

@@ -99,6 +99,7 @@ def test_a_gate_is_frozen_for_good_once_its_average_is_at_the_target() -> None:
         stages.update(reached, {"token_pruner": 1.0})
         reached += 1
     assert reached - 10 == 29
+    assert stages.state() == {"stage": 1, "progress": None}
     stages.update(reached, {"token_pruner": 0.0, "expert_skip": 0.2})
     assert stages.trainable(reached + 1) == ("expert_skip",)
 
