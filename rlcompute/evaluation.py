@@ -10,18 +10,24 @@
 Every figure covers both sides of the pairs: queries are ranked against targets, and compute and time are
 those of embedding all queries and all targets.
 
+Gates that were trained with an adapter run on the backbone with that adapter, and so does their random control, which
+differs from them in its decisions alone. Full compute, the reference, and uniform_topk, which needs no training, stay
+on the backbone as it is.
+
 Shape legend: P pairs, d embedding size.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlcompute import evaluation_report
 from rlcompute.backbones import load_configured
 from rlcompute.backbones.base import Backbone
+from rlcompute.backbones.lora import adapter_folder
 from rlcompute.config import Config
 from rlcompute.data.schema import Pair
 from rlcompute.decision import Full
@@ -45,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 RESULT_FILE = "evaluation.json"
 PICTURE_FILE = "evaluation.png"
+ADAPTED = ("gates", "random")
+"""Policies that run on the adapted backbone if the gates were trained with an adapter."""
 RANDOM_TOLERANCE = 0.01
 """How far the random control's executed FLOPs may be from the gates', as a share of them."""
 
@@ -64,7 +72,8 @@ def run(config: Config, gates: Path | None, out: Path) -> dict[str, Any]:
         What ``evaluation.json`` holds.
 
     Raises:
-        ConfigError: the policy ``gates`` without a folder of gates, or ``random`` without ``gates``.
+        ConfigError: the policy ``gates`` without a folder of gates, or ``random`` without ``gates``; or gates with an
+            adapter, and peft is not installed.
         CheckpointError: backbone or gates cannot be loaded, or do not belong together.
         DataError: the file cannot be used, or has no pairs.
     """
@@ -74,7 +83,9 @@ def run(config: Config, gates: Path | None, out: Path) -> dict[str, Any]:
     backbone = load_configured(config)
     if saved is not None and gates is not None:
         check_backbone(saved, gates, backbone.hash, backbone.path)
-    contenders, facts, measured = _measure_all(config, backbone, pairs, saved)
+    adapter = None if saved is None or gates is None else adapter_folder(gates)
+    others = {} if adapter is None else dict.fromkeys(ADAPTED, load_configured(config, adapter=adapter))
+    contenders, facts, measured = _measure_all(config, backbone, others, pairs, saved)
     outcome = Outcome(
         gates=None if saved is None else str(gates),
         suite=suite_name(config, {name: len(group) for name, group in pairs.items()}),
@@ -87,7 +98,7 @@ def run(config: Config, gates: Path | None, out: Path) -> dict[str, Any]:
             for name, result in measured.items()
         },
         parameters={contender.name: contender.parameters for contender in contenders},
-        rates=clock(backbone, timing_items(config, pairs), contenders, settings.batch_size),
+        rates=clock(backbone, timing_items(config, pairs), contenders, settings.batch_size, others),
         bootstrap_samples=settings.bootstrap_samples,
         seed=config.run.seed,
     )
@@ -117,17 +128,25 @@ def _load_gates(config: Config, gates: Path | None) -> SavedGates | None:
 
 
 def _measure_all(
-    config: Config, backbone: Backbone, pairs: dict[str, list[Pair]], saved: SavedGates | None
+    config: Config,
+    backbone: Backbone,
+    others: Mapping[str, Backbone],
+    pairs: dict[str, list[Pair]],
+    saved: SavedGates | None,
 ) -> tuple[list[Contender], InputFacts, dict[str, Measured]]:
-    """Both passes of the module's plan."""
+    """Both passes of the module's plan; ``others`` are the backbones of policies that do not run on ``backbone``."""
     settings = config.evaluation
     contenders = [Contender("full", lambda names: Full())]
     if saved is not None:
         policy = saved.gates.to(device=backbone.device).policy()
         contenders.append(Contender("gates", lambda names: policy))
     items = items_of([pair for group in pairs.values() for pair in group])
-    batches = InputBatches(backbone, items, settings.batch_size)
-    facts, measured = measure(backbone, batches, contenders, "evaluating")
+    batches = {x: InputBatches(x, items, settings.batch_size) for x in {backbone, *others.values()}}
+
+    def placed(policies: Sequence[Contender]) -> list[tuple[Backbone, Contender]]:
+        return [(others.get(policy.name, backbone), policy) for policy in policies]
+
+    facts, measured = _measure(batches, placed(contenders), "evaluating")
     controls = []
     if saved is not None and "random" in settings.policies:
         controls.append(
@@ -136,7 +155,7 @@ def _measure_all(
     if "uniform_topk" in settings.policies:
         controls.append(uniform_like(backbone, facts, measured.get("gates")))
     if controls:
-        measured |= measure(backbone, batches, controls, "evaluating controls")[1]
+        measured |= _measure(batches, placed(controls), "evaluating controls")[1]
     if "random" in measured:
         ratio = float(measured["random"].executed_S.sum() / measured["gates"].executed_S.sum())
         if abs(ratio - 1.0) > RANDOM_TOLERANCE:
@@ -145,3 +164,17 @@ def _measure_all(
             )
     contenders += controls
     return contenders, facts, measured
+
+
+def _measure(
+    batches: Mapping[Backbone, InputBatches],
+    runs: Sequence[tuple[Backbone, Contender]],
+    label: str,
+) -> tuple[InputFacts, dict[str, Measured]]:
+    """Policies on their backbones; those that share one share its embedded inputs."""
+    measured: dict[str, Measured] = {}
+    for backbone in dict.fromkeys(backbone for backbone, _ in runs):
+        chosen = [contender for own, contender in runs if own is backbone]
+        facts, found = measure(backbone, batches[backbone], chosen, label)
+        measured |= found
+    return facts, measured

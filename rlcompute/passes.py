@@ -213,7 +213,11 @@ def clock_rounds(
 
 
 def clock(
-    backbone: Backbone, items: Sequence[Item], contenders: Sequence[Contender], batch_size: int
+    backbone: Backbone,
+    items: Sequence[Item],
+    contenders: Sequence[Contender],
+    batch_size: int,
+    others: Mapping[str, Backbone] | None = None,
 ) -> dict[str, float]:
     """Inputs a second of every policy, measured side by side (:func:`clock_rounds`).
 
@@ -224,12 +228,13 @@ def clock(
         items: the inputs to time.
         contenders: the policies.
         batch_size: inputs of one pack.
+        others: backbones of policies that run on another one, by policy name; they read inputs alike.
 
     Returns:
         Inputs a second by policy name.
     """
-    batches = clock_batches(backbone, items, batch_size)
-    variants = [Timed(backbone, contender, batches) for contender in contenders]
+    batches, others = clock_batches(backbone, items, batch_size), others or {}
+    variants = [Timed(others.get(contender.name, backbone), contender, batches) for contender in contenders]
     with ProgressReporter("clock", CLOCK_ROUNDS + 1, unit="round") as progress:
         seconds = clock_rounds(variants, CLOCK_ROUNDS, progress.advance)
     totals = np.median(seconds, axis=2).sum(axis=1)

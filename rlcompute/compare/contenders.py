@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rlcompute.backbones import load_configured, resolve_path
+from rlcompute.backbones import load_configured, lora, resolve_path
 from rlcompute.backbones.base import Backbone
 from rlcompute.backbones.fingerprint import checkpoint_hash
 from rlcompute.config import Config
@@ -33,6 +33,9 @@ from rlcompute.policies.expert_rules import (
 from rlcompute.policies.modes import Modes
 from rlcompute.policies.rules import BACKBONES, LEARNED, PolicySpec, Rule, Value, parse
 from rlcompute.policies.token_rules import AttentionPruning, BetaPruning, RandomPruning
+
+CALIBRATED = ("modes",)
+"""Rules that rest on a calibration of the unpruned backbone without adapters."""
 
 Make = Callable[[Sequence[str]], Policy]
 
@@ -64,8 +67,29 @@ def expand(text: str) -> list[PolicySpec]:
     return [spec]
 
 
+def adapter_of(spec: PolicySpec) -> Path | None:
+    """The adapter that the policy's gates were trained with, if any.
+
+    Raises:
+        ConfigError: another rule of the policy belongs to the backbone without it.
+    """
+    folders = (str(rule.values["path"]) for rule in spec.rules if rule.name in LEARNED)
+    adapter = next((found for folder in folders if (found := lora.adapter_folder(folder))), None)
+    odd = [rule.name for rule in spec.rules if rule.name in (*BACKBONES, *CALIBRATED)]
+    if adapter is not None and odd:
+        raise ConfigError(
+            f"policy {spec.text!r}: the gates were trained with the adapter {adapter}, but {odd[0]} belongs to the "
+            "backbone without it: leave one of the two out"
+        )
+    return adapter
+
+
 class Builder:
-    """Builds policies for one configuration."""
+    """Builds policies for one configuration.
+
+    Gates that were trained with an adapter run on the backbone with that adapter, alone or with other rules. Full
+    compute, the reference of all policies, and rules without such gates stay on the backbone as it is.
+    """
 
     def __init__(
         self,
@@ -115,6 +139,9 @@ class Builder:
     def fingerprint(self, spec: PolicySpec) -> dict[str, Any]:
         """What a measurement of the policy depends on besides its text and the unpruned backbone."""
         found: dict[str, Any] = {}
+        adapter = adapter_of(spec)
+        if adapter is not None:
+            found["adapter"] = [_digest(adapter / name) for name in (lora.CONFIG, lora.TENSORS)]
         for rule in spec.rules:
             if rule.name == "gates":
                 folder = Path(str(rule.values["path"]))
@@ -140,6 +167,12 @@ class Builder:
         return next((load_gates(folder).method for folder in folders), None)
 
     def _backbone_of(self, spec: PolicySpec) -> Backbone:
+        adapter = adapter_of(spec)
+        if adapter is not None:
+            key = str(adapter)
+            if key not in self._backbones:
+                self._backbones[key] = load_configured(self._config, adapter=adapter)
+            return self._backbones[key]
         for rule in spec.rules:
             if rule.name in BACKBONES:
                 key = str(rule)

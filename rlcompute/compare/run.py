@@ -27,7 +27,7 @@ from rlcompute.backbones.fingerprint import checkpoint_hash
 from rlcompute.compare import report
 from rlcompute.compare.budget import KnobSolver, OutOfReach, Solution
 from rlcompute.compare.cache import Cache, Entry
-from rlcompute.compare.contenders import Builder, expand
+from rlcompute.compare.contenders import Builder, adapter_of, expand
 from rlcompute.compare.points import FULL, Missed, Point, Speed, from_entry, to_entry
 from rlcompute.compare.strength_study import StrengthStudy
 from rlcompute.compare.suite import ROUNDS, SOLVER_INPUTS, STUDY_PAIRS, UNPRUNED, Suite
@@ -267,6 +267,9 @@ def written(spec: PolicySpec) -> str:
 
 def _source(spec: PolicySpec) -> str:
     """Name of the embedded inputs that a policy reads; pruning experts leaves vision tower and tokens as they are."""
+    adapter = adapter_of(spec)
+    if adapter is not None:
+        return str(adapter)
     return next((str(rule) for rule in spec.rules if rule.name == "checkpoint"), UNPRUNED)
 
 
