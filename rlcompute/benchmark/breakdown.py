@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 
 from torch import Tensor
@@ -92,7 +92,7 @@ class _TimedLayer:
 class _TimedPack(Pack):
     """A pack whose compaction is charged as such, with that of the hidden states' places."""
 
-    watch: Stopwatch
+    watch: Stopwatch = field(kw_only=True)
 
     def take(self, index: Tensor, cu_seqlens: Tensor) -> Pack:
         with self.watch(COMPACTION):
