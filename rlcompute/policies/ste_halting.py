@@ -30,12 +30,10 @@ from rlcompute.soft_decision import Carry
 class _LearnedHalting(TokenHalting):
     """Scores from a linear head per layer on the standardised input x of the experts."""
 
-    def __init__(
-        self, num_layers: int, d: int, *, rate: float, start: float, droppable: Droppable, bias: float
-    ) -> None:
+    def __init__(self, num_layers: int, d: int, *, rate: float, start: float, droppable: Droppable) -> None:
         super().__init__(num_layers, rate=rate, start=start, droppable=droppable)
         self.weight_Md = nn.Parameter(torch.zeros(num_layers - 1, d))
-        self.bias_M = nn.Parameter(torch.full((num_layers - 1,), bias))
+        self.bias_M = nn.Parameter(torch.zeros(num_layers - 1))
         self.register_buffer("mean_Nd", torch.zeros(num_layers, d))
         self.register_buffer("scale_N", torch.ones(num_layers))
         self.mean_Nd: Tensor
@@ -81,12 +79,12 @@ class AvitHalting(_LearnedHalting):
         Raises:
             ConfigError: a number outside its range.
         """
-        h = start / (num_layers - 1)
-        bias = math.log(h / (1.0 - h))
-        super().__init__(num_layers, d, rate=rate, start=start, droppable=droppable, bias=bias)
+        super().__init__(num_layers, d, rate=rate, start=start, droppable=droppable)
         if not 0.0 < eps < 1.0:
             raise ConfigError(f"{self.kind}: eps lies in (0, 1); got {eps}")
         self.gamma, self.eps = gamma, eps
+        h = start / (num_layers - 1)
+        nn.init.constant_(self.bias_M, math.log(h / (1.0 - h)))
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "gamma": self.gamma, "eps": self.eps}
@@ -133,12 +131,12 @@ class CumulativeHalting(_LearnedHalting):
         Raises:
             ConfigError: a number outside its range; c is to leave room below ``start``.
         """
-        growth = c + math.log(start / (1.0 - start)) if 0.0 < start < 1.0 else c
+        super().__init__(num_layers, d, rate=rate, start=start, droppable=droppable)
+        growth = c + math.log(start / (1.0 - start))
         if growth <= 0.0:
             raise ConfigError(f"{self.kind}: sigmoid(-c) must lie below start {start}; got c {c}")
-        bias = math.log(math.expm1(growth / (num_layers - 1)))
-        super().__init__(num_layers, d, rate=rate, start=start, droppable=droppable, bias=bias)
         self.c = c
+        nn.init.constant_(self.bias_M, math.log(math.expm1(growth / (num_layers - 1))))
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "c": self.c}

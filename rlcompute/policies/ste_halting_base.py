@@ -138,7 +138,10 @@ class TokenHalting(SteGate):
 
     def summary(self) -> str:
         tokens = "visual tokens" if self.droppable == "visual" else "all tokens but <emb>"
-        return f"Halting ({self.kind}): {tokens} leave once their score over the layers passes its bound."
+        return (
+            f"Halting ({self.kind}): {tokens} leave in the layer in which their score passes its bound by more than "
+            f"{float(self.threshold):.3f}."
+        )
 
     @property
     def _last(self) -> int:
