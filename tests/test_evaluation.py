@@ -20,8 +20,11 @@ from rlcompute.decision import ROUTE, Full
 from rlcompute.encoder import encode
 from rlcompute.errors import CheckpointError, ConfigError, DataError
 from rlcompute.metrics import gallery_ranks, ranking_metrics
-from rlcompute.policies.checkpoint import save_gates
-from rlcompute.policies.gates import GateHeads, init_heads
+from rlcompute.policies.checkpoint import Gates, save_gates
+from rlcompute.policies.gates import init_heads
+from rlcompute.policies.ste_expert_skip import ExpertSkip
+from rlcompute.policies.ste_gates import StraightThroughGates
+from rlcompute.policies.ste_pruner import TokenPruner
 from tests.pairs import write_small_pairs
 from tests.tiny import write_tiny_checkpoint
 
@@ -30,8 +33,7 @@ PER_MODALITY, GALLERY = 24, 12
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint, a file of pairs, and two sets of gates: some that save, and some that route
-    everything."""
+    """A checkpoint, a file of pairs, and gates: some of either kind that save, and some that route everything."""
     root = tmp_path_factory.mktemp("evaluation")
     write_tiny_checkpoint(root / "tiny")
     write_small_pairs(root / "test.parquet", PER_MODALITY + 3)
@@ -47,12 +49,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     routing[:, ROUTE, -1] = 9.0
     save(root / "all_route", replace(heads, weight_N3F=routing), backbone.hash)
     save(root / "foreign", heads, "0" * 64)
+    pruner = TokenPruner(0, backbone.num_layers, backbone.hidden_size)
+    skip = ExpertSkip(backbone.num_layers, backbone.hidden_size)
+    for gate in (pruner, skip):
+        gate.heads.weight_nd.data.normal_(generator=generator)
+    save(root / "straight", StraightThroughGates([pruner, skip]), backbone.hash)
     return root
 
 
-def save(folder: Path, heads: GateHeads, backbone_hash: str) -> None:
+def save(folder: Path, gates: Gates, backbone_hash: str) -> None:
     folder.mkdir()
-    save_gates(folder, heads, {"path": "somewhere", "family": "qwen3_5_moe", "hash": backbone_hash}, {})
+    save_gates(folder, gates, {"path": "somewhere", "family": "qwen3_5_moe", "hash": backbone_hash}, {})
 
 
 def make_config(folder: Path, **evaluation_keys: Any) -> Config:
@@ -133,6 +140,17 @@ def test_figures_fit_each_other(result: dict[str, Any]) -> None:
     assert entries["gates"]["flops"]["executed_saved"] > 0.05
     spent = {name: 1 - entries[name]["flops"]["lm_executed_saved"] for name in ("random", "gates")}
     assert spent["random"] == pytest.approx(spent["gates"], rel=0.015)
+
+
+def test_straight_through_gates_are_measured_like_others(folder: Path, tmp_path: Path) -> None:
+    config = make_config(folder, policies=["gates", "random"])
+    content = evaluation.run(config, folder / "straight", tmp_path)
+    entries = by_name(content)
+    assert list(entries) == ["gates", "random"]
+    spent = [1 - entry["flops"]["lm_executed_saved"] for entry in entries.values()]
+    assert spent[0] < 0.95
+    assert spent[1] == pytest.approx(spent[0], rel=0.015)
+    assert json.loads((tmp_path / "evaluation.json").read_text())["gates"] == str(folder / "straight")
 
 
 def test_accuracy_of_full_compute_equals_embedding_pair_by_pair(folder: Path, result: dict[str, Any]) -> None:

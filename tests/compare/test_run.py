@@ -109,6 +109,45 @@ def test_members_of_a_pattern_are_one_group(
     assert all((lead["group"], lead["members"]) == (pattern, 2) for lead in content["leads"])
 
 
+def test_gates_of_both_methods_meet_a_budget_and_are_judged_side_by_side(
+    finished: tuple[Config, Path, dict[str, Any]], suite_folder: Path, tmp_path: Path
+) -> None:
+    patterns = {
+        "GRPO": f"gates:path={suite_folder}/gates_?,shift=*",
+        "straight-through": f"gates:path={suite_folder}/straight,shift=*",
+    }
+    config = changed(
+        finished[0], "compare", policies=("uniform_topk:k=1", *patterns.values()), budgets=(0.15,)
+    )
+    content = run(config, tmp_path)
+    for method, pattern in patterns.items():
+        found = [x for policy, x in entries(content) if policy == pattern]
+        assert len(found) == (2 if method == "GRPO" else 1)
+        for x in found:
+            assert (x["method"], x["kind"], x["budget"]) == (method, "learned", 0.15)
+            assert x["resolved"] == pattern.replace(
+                "gates_?", x["resolved"].split("/")[-1].split(",")[0]
+            ).replace("*", f"{x['knob']:.6g}")
+            assert x["flops"]["lm_executed_saved"] == pytest.approx(0.15, abs=0.01)
+    assert [(x["method"], x["group"], x["members"]) for x in content["leads"]] == [
+        ("GRPO", f"{patterns['GRPO']} at 15 %", 2),
+        ("straight-through", f"{patterns['straight-through']} at 15 %", 1),
+    ]
+    text = (tmp_path / "compare.md").read_text()
+    assert "(GRPO, mean of 2)" in text and "(straight-through)" in text
+
+
+def test_a_shift_of_zero_is_no_shift(
+    finished: tuple[Config, Path, dict[str, Any]], suite_folder: Path
+) -> None:
+    path = f"gates:path={suite_folder}/gates_0"
+    plain, shifted = points(finished[0], [path, f"{path},shift=0"], [])
+    assert plain.resolved == path
+    assert shifted.lm_saved == plain.lm_saved
+    for modality, ranks_P in plain.ranks.items():
+        np.testing.assert_array_equal(shifted.ranks[modality], ranks_P)
+
+
 def test_a_second_run_reads_no_inputs(
     finished: tuple[Config, Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
