@@ -7,14 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from rlcompute import passes
 from rlcompute.backbones import load_backbone
 from rlcompute.backbones.base import Backbone
 from rlcompute.data.schema import Side
-from rlcompute.decision import Full
+from rlcompute.decision import Bypass, Decision, Full, Policy, Signals
 from rlcompute.encoder import encode
 from rlcompute.flops import FlopModel
+from rlcompute.pack import Pack
 from rlcompute.passes import (
     TILE,
     Contender,
@@ -138,6 +140,44 @@ def test_random_matches_a_policy_that_is_not_random(backbone: Backbone) -> None:
     _, result = measure(backbone, InputBatches(backbone, items, 30), [control], label="test")
     assert result["random"].executed_S.sum() / executed.sum() == pytest.approx(1.0, abs=0.02)
     assert executed.sum() < 0.8 * full.executed_S.sum()
+
+
+class Bypasses:
+    """A random share of inputs passes each layer unchanged, under another policy's decisions for the rest."""
+
+    def __init__(self, share: float, policy: Policy) -> None:
+        self.share, self.policy, self.gate_flops_per_token = share, policy, policy.gate_flops_per_token
+        self.generator = torch.Generator().manual_seed(0)
+
+    def bypass(self, layer: int, emb_Sd: Tensor, pack: Pack) -> Bypass:
+        return Bypass(torch.rand(pack.num_segments, generator=self.generator) < self.share, 0.0)
+
+    def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
+        return self.policy.decide(layer, x_Td, signals, pack)
+
+
+@pytest.mark.parametrize(("share", "drop", "drops"), [(0.2, 0.0, False), (0.6, 0.0, True), (0.2, 0.1, True)])
+def test_random_reaches_what_bypassed_layers_save(
+    backbone: Backbone, share: float, drop: float, drops: bool
+) -> None:
+    """What passes a layer was not dropped; a control that cannot save as much by skipping drops as well."""
+    items = make_items(60)
+    inner = random_contender(0.0, drop, "all", backbone.num_layers)
+    reference = Contender("reference", lambda names: Bypasses(share, inner.make(names)))
+    batches = InputBatches(backbone, items, 30)
+    facts, measured = measure(backbone, batches, [reference], label=None)
+    control = random_like(backbone, facts, measured["reference"], "all", seed=1)
+    assert (control.parameters["drop"] > 0.0) == drops
+    assert control.parameters["skip"] > 0.0
+    _, result = measure(backbone, batches, [control], label=None)
+    ratio = result["random"].executed_S.sum() / measured["reference"].executed_S.sum()
+    assert ratio == pytest.approx(1.0, abs=0.02)
+    if drop:
+        # The mix is kept: of the tokens at a layer a share passes it, and of the others one is dropped.
+        dropping = control.parameters["drop"]
+        skipping = control.parameters["skip"] / (1.0 - dropping)
+        kept = np.log1p(-drop * (1.0 - share)) / np.log1p(-share)
+        assert np.log1p(-dropping) / np.log1p(-skipping) == pytest.approx(kept, rel=0.1)
 
 
 def test_random_of_full_compute_is_full_compute(backbone: Backbone) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlcompute.backbones import load_backbone
 from rlcompute.compare.claims_firing import DECIDED, DROPPED, KINDS, RUN, SLOTS, Firing, firing
-from rlcompute.decision import Decision, Signals
+from rlcompute.decision import Bypass, Decision, Signals
 from rlcompute.encoder import encode
 from rlcompute.pack import IMAGE, TEXT, VIDEO, Pack
 from tests.inputs import every_modality
@@ -49,6 +49,32 @@ def test_counts_are_those_of_the_trace(suite_folder: Path) -> None:
         assert np.array_equal(total_N4[:, DROPPED], decided - survived)
         assert np.array_equal(total_N4[:, SLOTS], 3 * survived)
         assert np.array_equal(total_N4[:, RUN], rows)
+
+
+class Passing(Scripted):
+    """The same, of inputs that pass layers: every input with an image one layer, the last one too."""
+
+    def bypass(self, layer: int, emb_Sd: Tensor, pack: Pack) -> Bypass | None:
+        visual_S = torch.zeros(pack.num_segments, dtype=torch.int64)
+        visual_S.index_add_(0, pack.segment_ids_T, (pack.modality_T == IMAGE).long())
+        return Bypass(visual_S > 0, 0.0) if layer in (1, 3) else None
+
+
+def test_tokens_that_pass_a_layer_skip_their_experts(suite_folder: Path) -> None:
+    backbone = load_backbone(suite_folder / "tiny")
+    inputs = backbone.embed_inputs(every_modality(backbone.preprocessor))
+    counts = firing(backbone, lambda names: Passing(), [([""] * 6, inputs)], GROUPS).counts_PNY4
+    for pair in range(3):
+        both = [inputs[pair], inputs[pair + 3]]
+        trace = encode(backbone, *backbone.pack(both), Passing()).trace
+        passed_NS = trace.bypassed_NS.clone()
+        passed_NS[-1] = passed_NS[-1].clamp(max=1)  # <emb> alone is decided about there
+        total_N4 = torch.from_numpy(counts[pair].sum(1))
+        assert torch.equal(total_N4[:, DECIDED], (trace.decided_NS + passed_NS).sum(1))
+        assert torch.equal(total_N4[:, DROPPED], (trace.decided_NS - trace.survived_NS).sum(1))
+        assert torch.equal(total_N4[:, SLOTS], 3 * (trace.survived_NS + passed_NS).sum(1))
+        assert torch.equal(total_N4[:, RUN], trace.rows_NS.sum(1))
+    assert counts[:, 1, 1, DECIDED].sum() > 0 == counts[:, 1, 1, RUN].sum()
 
 
 def test_kinds_are_those_of_tokens_and_pairs(suite_folder: Path) -> None:
