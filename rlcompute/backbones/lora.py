@@ -140,10 +140,7 @@ def attach(backbone: Backbone, *, rank: int, alpha: int, targets: Sequence[Targe
         peft.inject_adapter_in_model(config, backbone.model, _NAME)
     _widen(backbone.model)
     if "experts" in targets:
-        reasons = registry.refusals("experts", backbone.device, backbone.dtype)
-        name = next(name for name, reason in reasons.items() if name in _TRAINABLE_EXPERTS and reason is None)
-        experts = registry.select("experts", backbone.device, backbone.dtype, name)
-        backbone.kernels = replace(backbone.kernels, experts=experts)
+        backbone.kernels = replace(backbone.kernels, experts=_trainable_experts(backbone))
     backbone.adapted = True
     return Adapter(tuple(targets), backbone.model, config)
 
@@ -165,9 +162,10 @@ def merge(model: Any, folder: Path) -> Any:
     peft = _peft()
     settings, tensors = folder / CONFIG, read(folder)
     try:
+        kind = json.loads(settings.read_text(encoding="utf-8"))["peft_type"]
+        if kind != "LORA":
+            raise ValueError(f"peft_type is {kind}")
         config = peft.LoraConfig.from_pretrained(str(folder))
-        if config.peft_type != peft.PeftType.LORA:
-            raise ValueError(f"peft_type is {config.peft_type}")
         tuner = peft.LoraModel(model, config, _NAME)
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{settings}: not a LoRA adapter of this backbone: {error}") from error
@@ -229,6 +227,19 @@ def _peft() -> Any:
             f"adapters (ste.lora_rank above 0, or a folder {FOLDER}/ beside gates) need peft, which cannot be imported "
             f"({error}): pip install 'rlcompute[lora]'"
         ) from error
+
+
+def _trainable_experts(backbone: Backbone) -> registry.Kernel:
+    """The backbone's own kernel if it gives expert weights gradients, else the most preferred one that does."""
+    known = registry.backends("experts")
+    reasons = registry.refusals("experts", backbone.device, backbone.dtype)
+    usable = [
+        backend.implementation
+        for name, reason in reasons.items()
+        if name in _TRAINABLE_EXPERTS and reason is None and (backend := known[name]) is not None
+    ]
+    own = backbone.kernels.experts
+    return own if own in usable else usable[0]
 
 
 def _factors(model: Any) -> dict[str, nn.Parameter]:

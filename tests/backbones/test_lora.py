@@ -6,7 +6,6 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,13 @@ from torch import Tensor
 
 from rlcompute.backbones import load_backbone, lora
 from rlcompute.backbones.base import Backbone
-from rlcompute.decision import Full
+from rlcompute.decision import Full, Signals
 from rlcompute.encoder import encode
 from rlcompute.errors import CheckpointError, ConfigError
-from rlcompute.pack import Alive
+from rlcompute.kernels import registry
+from rlcompute.pack import Pack
+from rlcompute.soft_decision import Carry, SoftDecision
+from rlcompute.soft_encoder import encode_soft
 from tests.inputs import every_modality, relative_error, transformers_embedding
 from tests.tiny import write_tiny_checkpoint
 
@@ -61,21 +63,20 @@ def packed(backbone: Backbone) -> Tensor:
     return encode(backbone, *backbone.pack(inputs), Full()).embeddings_Sd
 
 
-def recorded(backbone: Backbone) -> Tensor:
-    """Embeddings as training computes them: the masked forms of the mixers, with gradients."""
-    h_Td, pack = backbone.pack(backbone.embed_inputs(every_modality(backbone.preprocessor)))
-    everyone = torch.ones(len(h_Td), dtype=torch.bool)
-    pack = replace(pack, alive=Alive(torch.ones(len(h_Td), dtype=h_Td.dtype), everyone))
-    for layer in backbone.layers:
-        h_Td = layer.mix(h_Td, pack)
-        x_Td = layer.moe_input(h_Td)
-        chosen, experts = layer.route(x_Td), layer.experts
-        plan = backbone.kernels.routing_plan(chosen.expert_ids_Tk, None, backbone.num_experts)
-        routed_Td = backbone.kernels.experts(
-            x_Td, plan, chosen.weights_Tk, experts.gate_up_E2Fd, experts.down_EdF
-        )
-        h_Td = h_Td + layer.shared(x_Td) + routed_Td
-    return torch.nn.functional.normalize(backbone.final_norm(h_Td[pack.emb_index_S]), dim=-1)
+class Everything:
+    """Runs all of every layer."""
+
+    def bypass(self, layer: int, emb_Sd: Tensor, pack: Pack, segments: Carry) -> None:
+        return None
+
+    def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack, tokens: Carry) -> SoftDecision:
+        return SoftDecision()
+
+
+def recorded(backbone: Backbone, *, recompute: bool = False) -> Tensor:
+    """Embeddings by the forward that gates are trained through, with gradients."""
+    inputs = backbone.embed_inputs(every_modality(backbone.preprocessor))
+    return encode_soft(backbone, *backbone.pack(inputs), Everything(), recompute=recompute).embeddings_Sd
 
 
 def test_attached_adapter_begins_as_nothing(checkpoint: Path) -> None:
@@ -147,6 +148,17 @@ def test_gradients_reach_every_factor_and_nothing_else(
     assert adapter.adapts_vision == ("vision" in targets)
 
 
+def test_layers_computed_twice_give_the_same_gradients(checkpoint: Path) -> None:
+    found = []
+    for recompute in (False, True):
+        backbone, adapter = attached(checkpoint, dtype="float64")
+        perturb(adapter)
+        recorded(backbone, recompute=recompute).select(1, 0).sum().backward()
+        found.append([factor.grad for factor in adapter.parameters()])
+    for kept, again in zip(*found, strict=True):
+        torch.testing.assert_close(again, kept)
+
+
 def test_gradients_are_those_of_finite_differences(checkpoint: Path) -> None:
     backbone, adapter = attached(checkpoint, dtype="float64")
     perturb(adapter)
@@ -181,6 +193,24 @@ def test_factors_are_wide_in_half_precision(checkpoint: Path, tmp_path: Path) ->
     merged = load_backbone(checkpoint, dtype="bfloat16", adapter=tmp_path)
     cosine_S = (recorded(backbone).float() * packed(merged).float()).sum(dim=-1)
     assert cosine_S.min() > 0.99
+
+
+@pytest.mark.parametrize(
+    ("forced", "targets", "stays"),
+    [
+        ("grouped_mm", ("experts",), True),
+        ("triton", ("attention", "vision"), True),
+        ("triton", ("experts",), False),
+    ],
+)
+def test_adapted_experts_run_a_kernel_that_trains_them(
+    checkpoint: Path, forced: str, targets: tuple[lora.Target, ...], stays: bool
+) -> None:
+    if registry.backends("experts")[forced] is None:
+        pytest.skip(f"{forced} is not installed")
+    backbone, _ = attached(checkpoint, targets, kernels={"experts": forced})
+    wanted = registry.backends("experts")[forced if stays else registry.REFERENCE]
+    assert wanted is not None and backbone.kernels.experts is wanted.implementation
 
 
 def test_same_seed_same_adapter(checkpoint: Path) -> None:
