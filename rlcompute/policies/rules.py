@@ -50,7 +50,8 @@ _LAYER = Parameter(int, low=0)
 _K = Parameter(int, low=1)
 _PATH = Parameter(str)
 _SHIFT = Parameter(float, optional=True, low=-20.0, high=20.0, saves_more="high")
-"""Added to the logits of gates for whatever saves compute; no trained logit is far from 0 on this scale."""
+"""Added to the logits of gates for whatever saves compute. At the lower end gates that GRPO trained on the demo run
+everything, at the upper one they save four fifths."""
 _OTSU = {
     "min_variation": Parameter(float, default=0.1, low=0.0, high=10.0),
     "cap": Parameter(float, default=0.7, low=0.0, high=1.0, saves_more="high"),
