@@ -194,7 +194,9 @@ def test_claims_on_clock_and_memory() -> None:
 def test_nothing_is_claimed_of_gates_that_were_not_trained() -> None:
     evidence = evidence_of(like_paper=True, gates=False)
     untested = {
-        name for name, claim in CLAIMS.items() if "no gates trained by GRPO" in claim.check(evidence).judgement.reason
+        name
+        for name, claim in CLAIMS.items()
+        if "no gates trained by GRPO" in claim.check(evidence).judgement.reason
     }
     assert {"grpo_beats_rules", "drops_early", "last_layer_keeps_experts", "learned_skip"} <= untested
     assert len(untested) < len(CLAIMS) / 2
