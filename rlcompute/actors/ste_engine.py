@@ -23,7 +23,9 @@ from torch import Tensor
 
 from rlcompute.actors.engine import InputCache
 from rlcompute.actors.messages import SIDES, Array
+from rlcompute.actors.ste_optimizer import SteOptimizer
 from rlcompute.backbones.base import Backbone
+from rlcompute.backbones.lora import Adapter
 from rlcompute.config import Config
 from rlcompute.data.schema import Pair, Side
 from rlcompute.encoder import encode
@@ -38,10 +40,6 @@ from rlcompute.soft_encoder import SoftEncoded, encode_soft
 
 EMBEDDED_CACHE_BYTES = 512 * 2**20
 """Bound of the cache of embedded inputs of one worker."""
-LARGEST_GRADIENT = 1.0
-"""Norm to which a larger gradient is scaled down (paper M, App. E.1)."""
-ADAPTER_LR_FACTOR = 1.0 / 40.0
-"""Learning rate of adapters as a share of that of gates (paper M, App. E.1)."""
 SETTLED = {"token_pruner": "keep", "expert_skip": "skip", "layer_skip": "skip"}
 """Actions whose thresholds are set after training, and the rate of the objective that says how often they decide so."""
 RATE_AVERAGE = 0.95
@@ -104,24 +102,29 @@ class SteEngine:
     """One worker: a frozen backbone, the gates that it trains and their optimiser."""
 
     def __init__(
-        self, backbone: Backbone, config: Config, gates: StraightThroughGates, group: Group | None = None
+        self,
+        backbone: Backbone,
+        config: Config,
+        gates: StraightThroughGates,
+        group: Group | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         """Args:
-        backbone: frozen, but for adapters that are to be trained.
+        backbone: frozen, but for the adapter.
         config: of the run.
         gates: trained in place.
         group: the workers; None for this process alone.
+        adapter: what is attached to the backbone and trained with the gates; None: nothing.
         """
         self.backbone, self.gates = backbone, gates
         self._config, self._group = config, Alone() if group is None else group
         self._flops = FlopModel(backbone)
         self._cache: InputCache[EmbeddedInput] = InputCache(EMBEDDED_CACHE_BYTES)
+        # Features of a vision tower that is being trained are those of one update.
+        self._keeps_inputs = adapter is None or not adapter.adapts_vision
         self.stages = Stages(config.ste)
         self._rates: dict[str, float] = {}
-        settings = config.ste
-        self._optimizer = torch.optim.AdamW(
-            gates.parameters(), lr=settings.lr, weight_decay=settings.weight_decay
-        )
+        self.optimizer = SteOptimizer(gates, adapter, lr=config.ste.lr, weight_decay=config.ste.weight_decay)
 
     def step(self, iteration: int, pairs: Sequence[Pair], teacher_2Bd: Tensor) -> Step:
         """One update from a batch.
@@ -151,7 +154,14 @@ class SteEngine:
             self.backbone.top_k,
         )
         found.loss.backward()
-        norm = self._update(iteration, share, whole, slice(first, first + per_worker))
+        self.optimizer.clear()
+        self._backward(whole, slice(first, first + per_worker))
+        norm = self.optimizer.step(self.stages.trainable(iteration), learning_rate_factor(share), group.add)
+        if not math.isfinite(norm):
+            raise CollapseError(
+                f"iteration {iteration + 1}: the gradient of the gates is {norm}: lower ste.lr, or raise "
+                "ste.temperature_end"
+            )
         self.stages.update(iteration, found.progress)
         for kind, name in SETTLED.items():
             rate = found.rates.get(f"{kind}/{name}", math.nan)
@@ -178,8 +188,9 @@ class SteEngine:
             self.gates.settle(self._observe(inputs), {kind: rate})
         observed = self._observe(inputs)
         return {
-            kind: float((torch.cat(observed[kind]) > self.gates.gates[kind].threshold).float().mean())
-            for kind in wanted
+            kind: float((torch.cat(observed[kind]) > threshold).float().mean())
+            for kind, threshold in self.gates.thresholds().items()
+            if kind in wanted
         }
 
     def _wanted(self, kind: str) -> float:
@@ -218,43 +229,6 @@ class SteEngine:
         self.stages.load(state["stages"])
         self._rates = dict(state["rates"])
 
-    def optimizer_tensors(self) -> dict[str, Tensor]:
-        """Copies of AdamW's moments and step counts, by ``parameter.moment``; empty before the first update."""
-        return {
-            f"{name}.{moment}": value.detach().clone()
-            for name, parameter in self._parameters()
-            for moment, value in self._optimizer.state.get(parameter, {}).items()
-        }
-
-    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continues from saved :meth:`optimizer_tensors`; parameters that were never updated have none.
-
-        Raises:
-            CheckpointError: a tensor is missing, has another shape, or belongs to no parameter.
-        """
-        left = dict(tensors)
-        for name, parameter in self._parameters():
-            shapes = {"step": torch.Size([]), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
-            found = {moment: left.pop(f"{name}.{moment}") for moment in shapes if f"{name}.{moment}" in left}
-            if not found:
-                continue
-            for moment, shape in shapes.items():
-                if moment not in found or found[moment].shape != shape:
-                    has = tuple(found[moment].shape) if moment in found else "missing"
-                    raise CheckpointError(
-                        f"optimiser state {name}.{moment} is {has}, expected shape {tuple(shape)}: resume an earlier "
-                        "checkpoint"
-                    )
-            self._optimizer.state[parameter] = {moment: value.clone() for moment, value in found.items()}
-        if left:
-            raise CheckpointError(
-                f"optimiser state {sorted(left)[0]!r} belongs to no gate of this run: resume with the configuration "
-                "that the run was started with"
-            )
-
-    def _parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        return list(self.gates.named_parameters())
-
     def _forward(self, iteration: int, pairs: Sequence[Pair]) -> tuple[SoftEncoded, Tensor]:
         """The soft forward of both sides of some pairs, [2b] segments by side and pair, and their lengths."""
         settings, device = self._config.ste, self.backbone.device
@@ -283,37 +257,14 @@ class SteEngine:
         whole = [gathered.flatten(0, 1), group.add(own[1].detach()), group.add(own[2].detach())]
         return _Whole([x.requires_grad_() for x in whole], own)
 
-    def _update(self, iteration: int, share: float, whole: _Whole, own_columns: slice) -> float:
-        """Backward through the backbone, gradients added up, and AdamW; returns the gradient's norm."""
-        embeddings_Sd, sums, cost = whole.leaves
-        grads = [
-            torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in (embeddings_Sd, sums, cost)
+    def _backward(self, whole: _Whole, own_columns: slice) -> None:
+        """From the gradients of the whole batch's embeddings, sums and cost to those of this worker's parameters."""
+        embeddings_Sd, *rest = [
+            torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in whole.leaves
         ]
-        grads[0] = grads[0].view(2, -1, embeddings_Sd.shape[1])[:, own_columns]
-        tracked = [(x, g) for x, g in zip(whole.own, grads, strict=True) if x.requires_grad]
-        self._optimizer.zero_grad()
+        own_2bd = embeddings_Sd.view(2, -1, embeddings_Sd.shape[1])[:, own_columns]
+        tracked = [(x, g) for x, g in zip(whole.own, [own_2bd, *rest], strict=True) if x.requires_grad]
         torch.autograd.backward([x for x, _ in tracked], [g for _, g in tracked])
-        trainable = self.stages.trainable(iteration)
-        for kind, gate in self.gates.gates.items():
-            for parameter in gate.parameters():
-                if kind not in trainable:
-                    parameter.grad = None
-                elif parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-        updated = [p for p in self.gates.parameters() if p.grad is not None]
-        total = self._group.add(torch.cat([p.grad.flatten() for p in updated]))
-        for parameter, gradient in zip(updated, total.split([p.numel() for p in updated]), strict=True):
-            parameter.grad = gradient.view_as(parameter)
-        norm = float(torch.nn.utils.clip_grad_norm_(updated, LARGEST_GRADIENT))
-        if not math.isfinite(norm):
-            raise CollapseError(
-                f"iteration {iteration + 1}: the gradient of the gates is {norm}: lower ste.lr, or raise "
-                "ste.temperature_end"
-            )
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._config.ste.lr * learning_rate_factor(share)
-        self._optimizer.step()
-        return norm
 
     def _metrics(
         self,
@@ -349,7 +300,8 @@ class SteEngine:
             content: Side = getattr(pair, side)
             model_input = self.backbone.preprocessor(content, f"{side} of row {pair.id!r}")
             (cached,) = self.backbone.embed_inputs([model_input])
-            self._cache.put(key, cached)
+            if self._keeps_inputs:
+                self._cache.put(key, cached)
         return cached
 
 

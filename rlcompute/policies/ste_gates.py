@@ -187,6 +187,10 @@ class StraightThroughGates(nn.Module):
             if gate.kind in rates:
                 gate.settle(observed[gate.kind], rates[gate.kind])
 
+    def thresholds(self) -> dict[str, Tensor]:
+        """Thresholds by kind, scalars."""
+        return {gate.kind: gate.threshold for gate in self._each()}
+
     def shifted(self, amount: float) -> StraightThroughGates:
         """Gates whose thresholds are moved by ``amount`` towards saving more."""
         shifted = copy.deepcopy(self)
