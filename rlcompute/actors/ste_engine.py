@@ -280,7 +280,7 @@ class SteEngine:
         student_2Bd = embeddings_Sd.detach().view(2, -1, embeddings_Sd.shape[1])
         teacher_2Bd = teacher_2Bd.to(student_2Bd)
         return {
-            "loss/total": float(found.loss),
+            "loss/total": float(found.loss.detach()),
             **{f"loss/{name}": float(part) for name, part in found.parts.items()},
             **{f"rate/{name}": rate for name, rate in found.rates.items()},
             "recall/mean": _recall(student_2Bd, same_BB),
