@@ -286,7 +286,7 @@ class SteEngine:
             "recall/mean": _recall(student_2Bd, same_BB),
             "recall/teacher": _recall(teacher_2Bd, same_BB),
             "distill/cosine": float((student_2Bd * teacher_2Bd).sum(-1).mean()),
-            "compute/lm_saved": 1.0 - float(cost[0] / cost[1]),
+            "compute/lm_saved": 1.0 - float(cost[0].detach() / cost[1].detach()),
             "policy/gradient_norm": norm,
             "policy/lr": settings.lr * learning_rate_factor(share),
             "policy/temperature": temperature(settings, share),
