@@ -53,7 +53,20 @@ def describe(config: Config) -> list[tuple[str, Rows]]:
     folder = resolve_path(config.backbone.path)
     checkpoint_family(folder)
     shape = read_shape(folder)
-    tokens = sample_tokens(config, folder)
+    lengths = sample_lengths(config, folder)
+    if config.run.method == "ste":
+        from rlcompute import plan_ste
+
+        pairs = read_pairs(
+            config.data.train, limit_per_task=config.data.pairs_per_task, on_bad_row=config.data.on_bad_row
+        ).pairs
+        widths = plan_ste.read_widths(folder)
+        return [
+            ("batch", plan_ste.batch_rows(config, lengths)),
+            ("placement", plan_ste.placement(config)),
+            ("memory (estimate)", plan_ste.memory_rows(config, shape, widths, lengths, len(pairs))),
+        ]
+    tokens = [sum(pair) for pair in lengths]
     return [
         ("batch", batch_rows(config, tokens)),
         ("placement", placement_rows(config)),
@@ -82,22 +95,21 @@ def _parameters(path: Path) -> int:
     return total
 
 
-def sample_tokens(config: Config, folder: Path) -> list[int]:
-    """Tokens of query and target together, for a few pairs of each task."""
+def sample_lengths(config: Config, folder: Path) -> list[tuple[int, int]]:
+    """Tokens of query and of target, for a few pairs of each task."""
     limit = min(SAMPLE_PAIRS_PER_TASK, config.data.pairs_per_task or SAMPLE_PAIRS_PER_TASK)
     pairs = read_pairs(config.data.train, limit_per_task=limit, on_bad_row=config.data.on_bad_row).pairs
     preprocess = Preprocessor.from_pretrained(folder, max_tokens=config.data.max_tokens)
-    return [
-        sum(
-            len(preprocess(side, f"{config.data.train}, row {pair.id}").input_ids)
-            for side in (pair.query, pair.target)
-        )
-        for pair in pairs
-    ]
+    lengths = []
+    for pair in pairs:
+        name = f"{config.data.train}, row {pair.id}"
+        query, target = (len(preprocess(side, name).input_ids) for side in (pair.query, pair.target))
+        lengths.append((query, target))
+    return lengths
 
 
 def batch_rows(config: Config, tokens: Sequence[int]) -> Rows:
-    """The derived batch table; `tokens` as from :func:`sample_tokens`."""
+    """The derived batch table; `tokens` are those of query and target together of a sample of pairs."""
     grpo = config.grpo
     inputs = 2 * grpo.pairs_per_batch
     micro_batches = grpo.pairs_per_batch // grpo.micro_batch_pairs
@@ -166,19 +178,20 @@ def memory_rows(config: Config, shape: Shape, tokens_per_pair: int) -> Rows:
     device = "on the GPU" if config.backbone.device == "cuda" else "with the process itself"
     total = worker + (0 if config.backbone.device == "cuda" else PROCESS_BYTES)
     table = [
-        ("backbone weights, a worker", f"{_size(weights)} ({shape.parameters / 1e6:.1f} M parameters)"),
-        ("activations of one pack, a worker", f"{_size(activations)} ({pack_tokens} tokens)"),
-        (f"{kept} kept, a worker", _size(statistics)),
-        (f"a worker in all, {device}", _size(total)),
+        ("backbone weights, a worker", f"{size_text(weights)} ({shape.parameters / 1e6:.1f} M parameters)"),
+        ("activations of one pack, a worker", f"{size_text(activations)} ({pack_tokens} tokens)"),
+        (f"{kept} kept, a worker", size_text(statistics)),
+        (f"a worker in all, {device}", size_text(total)),
     ]
     if config.backbone.device == "cpu":
         everything = total * config.ray.num_workers + PROCESS_BYTES
-        table.append(("workers and driver", _size(everything)))
+        table.append(("workers and driver", size_text(everything)))
     available = environment.memory_bytes().get("available")
     if available is not None:
-        table.append(("available on this machine", _size(available)))
+        table.append(("available on this machine", size_text(available)))
     return table
 
 
-def _size(size: float) -> str:
+def size_text(size: float) -> str:
+    """Bytes for people."""
     return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"

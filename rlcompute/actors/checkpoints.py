@@ -3,6 +3,7 @@
     checkpoints/latest                      name of the newest complete checkpoint, written last
     checkpoints/step_000100/
         gates.safetensors, gate_config.json
+        lora/                               adapter of the backbone, if one is trained
         optimizer.safetensors               moments and step counts by parameter
         trainer_state.json                  iterations done, and what else the method has to remember
         COMPLETE                            written when the rest is there; without it the folder does not count
@@ -23,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rlcompute.backbones.lora import FOLDER, Adapter
 from rlcompute.errors import CheckpointError
 from rlcompute.policies.checkpoint import Gates, SavedGates, load_gates, save_gates
 
@@ -39,8 +41,7 @@ class TrainerState:
 
     Attributes:
         completed: iterations done.
-        parts: states by name, JSON: the controller's and the collapse monitor's of GRPO, the stages' of straight-through
-            training.
+        parts: states by name, JSON: of GRPO's controller and collapse monitor, of straight-through training's engine.
     """
 
     completed: int
@@ -60,6 +61,7 @@ def save_checkpoint(
     checkpoints: Path,
     *,
     gates: Gates,
+    adapter: Adapter | None = None,
     optimizer: dict[str, Tensor],
     state: TrainerState,
     backbone: dict[str, str],
@@ -70,6 +72,7 @@ def save_checkpoint(
     Args:
         checkpoints: folder that holds the run's checkpoints.
         gates: the current ones.
+        adapter: what is trained on the backbone beside them.
         optimizer: the optimiser's tensors.
         state: the trainer's state.
         backbone, extra: see :func:`rlcompute.policies.checkpoint.save_gates`.
@@ -78,6 +81,8 @@ def save_checkpoint(
     shutil.rmtree(folder, ignore_errors=True)  # what an interrupted session left incomplete
     folder.mkdir(parents=True)
     save_gates(folder, gates, backbone, extra)
+    if adapter is not None:
+        adapter.save(folder / FOLDER)
     save_file(optimizer, folder / OPTIMIZER)
     content = {"format_version": FORMAT_VERSION, "completed": state.completed, **state.parts}
     (folder / STATE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -29,12 +29,13 @@ from rlcompute.backbones.base import Backbone
 from rlcompute.charge import Charge
 from rlcompute.config import Config
 from rlcompute.data.schema import Pair, Side
-from rlcompute.decision import Decision, Full, Signals
+from rlcompute.decision import Bypass, BypassingPolicy, Decision, Full, Policy, Signals
 from rlcompute.encoder import encode
 from rlcompute.flops import FlopModel
 from rlcompute.pack import EmbeddedInput, Pack
+from rlcompute.policies.checkpoint import Gates
 from rlcompute.policies.draws import as_keys, rollout_key
-from rlcompute.policies.gates import GateHeads, GreedyGates, RecordedLayer, SampledGates, calibrate
+from rlcompute.policies.gates import GateHeads, RecordedLayer, SampledGates, calibrate
 from rlcompute.policies.grpo import gradient_from_statistic
 
 EMBEDDED_CACHE_BYTES = 512 * 2**20
@@ -90,13 +91,13 @@ class RolloutEngine:
 
     def full_embeddings(self, pairs: Sequence[Pair]) -> Array:
         """Teacher embeddings of both sides under full compute, float32 [2, len(pairs), d]."""
-        inputs = [self._embed(pair, side) for side in SIDES for pair in pairs]
+        inputs = [self.embed(pair, side) for side in SIDES for pair in pairs]
         encoded = encode(self.backbone, *self.backbone.pack(inputs), Full())
         return _numpy(encoded.embeddings_Sd.float().view(2, len(pairs), -1))
 
     def calibrate(self, pairs: Sequence[Pair]) -> Normaliser:
         """Mean and scale of the gate heads' inputs under full compute."""
-        inputs = [self._embed(pair, side) for pair in pairs for side in SIDES]
+        inputs = [self.embed(pair, side) for pair in pairs for side in SIDES]
         mean_Nd, scale_N = calibrate(self.backbone, inputs)
         return Normaliser(_numpy(mean_Nd), _numpy(scale_N))
 
@@ -107,7 +108,7 @@ class RolloutEngine:
         """
         started = time.perf_counter()
         settings = self._config.grpo
-        inputs = [self._embed(pair, side) for side in SIDES for pair in batch.pairs]
+        inputs = [self.embed(pair, side) for side in SIDES for pair in batch.pairs]
         seed = self._config.run.seed
         keys = [
             rollout_key(seed, batch.iteration, pair.id, side, rollout)
@@ -158,32 +159,32 @@ class RolloutEngine:
         advantages_S = torch.tensor(request.advantages_2BG, device=self.backbone.device).flatten()
         return _numpy(gradient_from_statistic(gates.statistic_SN3F, advantages_S, gates.decisions_S))
 
-    def overlay(self, side: Side, heads: GateHeads) -> Overlay:
-        """Where the greedy policy drops the tokens of one input."""
+    def overlay(self, side: Side, gates: Gates) -> Overlay:
+        """Where gates drop the tokens of one input; nothing is drawn."""
         model_input = self.backbone.preprocessor(side)
         (embedded,) = self.backbone.embed_inputs([model_input])
-        greedy = _DropRecorder(GreedyGates(heads.to(self.backbone.device)), embedded.length)
-        encoded = encode(self.backbone, *self.backbone.pack([embedded]), greedy)
-        executed = self._flops.executed(encoded.trace, greedy.gate_flops_per_token)
+        recorder = _DropRecorder(gates.to(self.backbone.device).policy(), embedded.length)
+        encoded = encode(self.backbone, *self.backbone.pack([embedded]), recorder)
+        executed = self._flops.executed(encoded.trace, recorder.gate_flops_per_token)
         full = self._flops.full(torch.tensor([embedded.length]))
         return Overlay(
-            dropped_at_L=_numpy(greedy.dropped_at_L),
+            dropped_at_L=_numpy(recorder.dropped_at_L),
             modality_L=_numpy(embedded.modality_L),
             grid_thw=model_input.grid_thw.numpy(),
             saved=float(1 - executed[0] / full[0]),
         )
 
     def _full_expert_rows(self, pair: Pair, side: str) -> Tensor:
-        """Rows by expert of one input under full compute, int64 [N,E]; one input at a time, as :meth:`_embed`."""
+        """Rows by expert of one input under full compute, int64 [N,E]; one input at a time, as :meth:`embed`."""
         key = (pair.id, side)
         rows_NE = self._expert_rows.get(key)
         if rows_NE is None:
-            encoded = encode(self.backbone, *self.backbone.pack([self._embed(pair, side)]), Full())
+            encoded = encode(self.backbone, *self.backbone.pack([self.embed(pair, side)]), Full())
             rows_NE = encoded.trace.expert_rows_NE.cpu()
             self._expert_rows.put(key, rows_NE)
         return rows_NE
 
-    def _embed(self, pair: Pair, side: str) -> EmbeddedInput:
+    def embed(self, pair: Pair, side: str) -> EmbeddedInput:
         """An input after token embedding and vision tower.
 
         Inputs are embedded one at a time: in a joint pass their last bits would depend on which other inputs were
@@ -204,10 +205,13 @@ class RolloutEngine:
 class _DropRecorder:
     """A policy of one input that remembers which layer dropped each token (-1: none)."""
 
-    def __init__(self, policy: GreedyGates, length: int) -> None:
+    def __init__(self, policy: Policy, length: int) -> None:
         self._policy = policy
         self.gate_flops_per_token = policy.gate_flops_per_token
         self.dropped_at_L = torch.full((length,), -1, dtype=torch.long)
+
+    def bypass(self, layer: int, emb_Sd: Tensor, pack: Pack) -> Bypass | None:
+        return self._policy.bypass(layer, emb_Sd, pack) if isinstance(self._policy, BypassingPolicy) else None
 
     def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
         decision = self._policy.decide(layer, x_Td, signals, pack)

@@ -36,9 +36,7 @@ def failure_details(replies: Mapping[int, Reply], logs: Path) -> dict[str, Any]:
         logs: folder into which the workers write their stacks.
     """
     here = socket.gethostname()
-    signalled = [
-        worker for worker, reply in replies.items() if reply.host == here and _signal(reply.pid)
-    ]
+    signalled = [worker for worker, reply in replies.items() if reply.host == here and _signal(reply.pid)]
     if signalled:
         time.sleep(STACK_WAIT_S)
     return {

@@ -188,8 +188,8 @@ class Trainer:
         loaded = algorithm.start()
         if loaded != inputs.backbone.hash:
             raise CheckpointError(
-                f"{inputs.backbone.folder} has hash {inputs.backbone.hash[:16]}… here but {loaded[:16]}… on the workers: "
-                "backbone.path must lead to the same files on every node"
+                f"{inputs.backbone.folder} has hash {inputs.backbone.hash[:16]}… here but {loaded[:16]}… on the "
+                "workers: backbone.path must lead to the same files on every node"
             )
         heads = self._initial_heads(algorithm)
         bank = teacher_bank(config, inputs.pairs, loaded, algorithm.pool)
@@ -265,4 +265,3 @@ class Trainer:
             backbone=self._inputs.backbone.described,
             extra={"iteration": completed, "max_tokens": self._config.data.max_tokens},
         )
-

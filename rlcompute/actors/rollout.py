@@ -155,4 +155,3 @@ class RolloutWorker(EnvRunner):  # type: ignore[misc]  # ray is not typed
 
     def stop(self) -> None:
         """Nothing to release."""
-
