@@ -14,7 +14,9 @@ from rlcompute.decision import Decision
 from rlcompute.errors import CheckpointError
 from rlcompute.policies.checkpoint import load_gates, save_gates
 from rlcompute.policies.ste_expert_skip import ExpertSkip
+from rlcompute.policies.ste_gate import SteGate
 from rlcompute.policies.ste_gates import Observed, StraightThroughGates
+from rlcompute.soft_decision import Carry, SoftBypass, SoftDecision
 from tests.policies.ste_inputs import (
     MAKE,
     NUM_LAYERS,
@@ -101,6 +103,46 @@ def test_the_masses_of_several_gates_multiply() -> None:
     }
     passed = soft.bypass(PRUNE_LAYER, seen.emb_Sd, seen.pack, {})
     assert passed is not None and set(passed.terms) == {"layer_skip/skipped", "layer_skip/inputs"}
+
+
+class _Counter(SteGate):
+    """Runs layers and keeps experts with half a mass each, and counts layers in what it hands on."""
+
+    def soft(self, layer, x_Td, signals, pack, tokens, context):  # type: ignore[no-untyped-def]
+        half_T = torch.full((len(x_Td),), 0.5)
+        return SoftDecision(experts=half_T, tokens={"seen": tokens.get("seen", 0.0 * half_T) + 1.0})
+
+    def soft_bypass(self, layer, emb_Sd, pack, segments, context):  # type: ignore[no-untyped-def]
+        half_S = torch.full((pack.num_segments,), 0.5)
+        carry = {"seen": segments.get("seen", 0.0 * half_S) + 1.0}
+        return SoftBypass(half_S, 3.0, {"n": half_S.sum()[None]}, carry)
+
+
+class _First(_Counter):
+    kind = "first"
+
+
+class _Second(_Counter):
+    kind = "second"
+
+
+def test_gates_find_again_what_they_handed_on_and_no_others() -> None:
+    seen = random_layer(0)
+    soft = StraightThroughGates([_First(), MAKE["null_experts"](), _Second()]).soft_policy(context())
+    tokens: Carry = {}
+    segments: Carry = {}
+    for layer in range(3):
+        passed = soft.bypass(layer, seen.emb_Sd, seen.pack, segments)
+        made = soft.decide(layer, seen.x_Td, seen.signals, seen.pack, tokens)
+        assert passed is not None
+        segments, tokens = passed.segments, made.tokens
+        assert set(segments) == set(tokens) == {"first/seen", "second/seen"}
+        for carried in (*segments.values(), *tokens.values()):
+            assert bool((carried == layer + 1).all())
+        assert bool((passed.run_S == 0.25).all()) and passed.flops_per_segment == 6.0
+        assert set(passed.terms) == {"first/n", "second/n"}
+        assert made.experts is not None and float(made.experts.detach().max()) == 0.25
+        assert made.renormalize, "one gate that asks for it is enough"
 
 
 def test_without_training_gates_are_near_full_compute() -> None:
