@@ -179,6 +179,11 @@ def _action_problems(ste: SteConfig) -> list[str]:
             f"{listed} with ste.combination={ste.combination} gives each action its own budget, but ste.skip_target "
             "is not set: set the share that expert_skip is to skip, or use ste.combination=shared"
         )
+    if {"token_pruner", "layer_skip"} <= set(ste.actions) and ste.layer_first <= ste.prune_layer:
+        problems.append(
+            f"ste.layer_first={ste.layer_first} lets layer_skip skip the layer in which token_pruner prunes "
+            f"(ste.prune_layer={ste.prune_layer}): set ste.layer_first above ste.prune_layer"
+        )
     return problems
 
 

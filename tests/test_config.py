@@ -137,6 +137,10 @@ BOTH = "ste.actions=[token_pruner,expert_skip]"
         (["ste.combination=alternating"], ["ste.actions=[token_pruner] has one"]),
         ([BOTH], ["ste.skip_target is not set", "ste.combination=shared"]),
         ([BOTH, "ste.combination=sequential"], ["ste.skip_target is not set"]),
+        (
+            ["ste.actions=[token_pruner,layer_skip]", "ste.prune_layer=3"],
+            ["ste.layer_first=3", "above ste.prune_layer"],
+        ),
         (["ste.warmup_share=0.9", "ste.ramp_share=0.2"], ["ste.warmup_share + ste.ramp_share is 1.1"]),
         (["ste.temperature_end=5.0"], ["ste.temperature_end=5 is above ste.temperature_start=4"]),
         (["ste.contrastive_weight=0", "ste.distill_weight=0"], ["are both 0"]),

@@ -180,17 +180,20 @@ class SteEngine:
             pairs: training pairs to count on.
 
         Returns:
-            The rate of each settled action on these pairs, after all are set.
+            The rate of each settled action on these pairs, after all are set. An action that these pairs gave nothing
+            to decide (no visual tokens to prune) keeps its threshold and has no rate.
         """
         inputs = [self._embed(pair, side) for pair in pairs for side in SIDES]
         wanted = {kind: self._wanted(kind) for kind in self.gates.gates if kind in SETTLED}
         for kind, rate in wanted.items():
-            self.gates.settle(self._observe(inputs), {kind: rate})
+            logits = self._observe(inputs)
+            if kind in logits:
+                self.gates.settle(logits, {kind: rate})
         observed = self._observe(inputs)
         return {
             kind: float((torch.cat(observed[kind]) > threshold).float().mean())
             for kind, threshold in self.gates.thresholds().items()
-            if kind in wanted
+            if kind in wanted and kind in observed
         }
 
     def _wanted(self, kind: str) -> float:

@@ -51,7 +51,7 @@ class Observed:
 
     def add(self, kind: str, logits: Tensor | None) -> None:
         """Note the logits of one layer, if there are any."""
-        if logits is not None:
+        if logits is not None and logits.numel():
             self.logits.setdefault(kind, []).append(logits.detach().flatten())
 
 

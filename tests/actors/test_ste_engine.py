@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def ste_config(inputs: Path, **keys: Any) -> Config:
         "actions": ALL,
         "iterations": 4,
         "pairs_per_batch": 4,
-        "prune_layer": 1,
+        "prune_layer": 0,
         "layer_first": 1,
         "skip_target": 0.3 if len(keys.get("actions", ALL)) > 1 else None,
         "lr": 0.05,
@@ -197,9 +198,18 @@ def test_settled_gates_decide_as_often_as_asked(backbone: Backbone, inputs: Path
     embedded = backbone.embed_inputs([backbone.preprocessor(getattr(p, s)) for p in PAIRS for s in SIDES])
     trace = encode(backbone, *backbone.pack(embedded), engine.gates.policy()).trace
     visual = sum(int((x.modality_L != 0).sum()) for x in embedded)
-    dropped = int((trace.decided_NS[1] - trace.survived_NS[1]).sum())
+    dropped = int((trace.decided_NS[0] - trace.survived_NS[0]).sum())
     assert abs((visual - dropped) - 0.5 * visual) <= 1
     assert rates["token_pruner"] == pytest.approx((visual - dropped) / visual)
+
+
+def test_nothing_to_decide_is_nothing_to_settle(backbone: Backbone, inputs: Path) -> None:
+    engine = make_engine(backbone, ste_config(inputs))
+    train(engine, stop=1)
+    texts = [replace(pair, id=f"text {pair.id}", target=pair.query) for pair in PAIRS]
+    before = engine.gates.thresholds()["token_pruner"].clone()
+    assert set(engine.settle(texts)) == {"expert_skip", "layer_skip"}
+    assert torch.equal(engine.gates.thresholds()["token_pruner"], before)
 
 
 def test_adapters_are_trained_with_the_gates(inputs: Path) -> None:
