@@ -21,8 +21,20 @@ from rlcompute.data.schema import Pair
 from rlcompute.metrics import RankingMetrics, bootstrap_interval, ranking_metrics
 from rlcompute.passes import InputFacts, Measured
 from rlcompute.plots import AccuracyPoint
+from rlcompute.trace import experts_per_token, layers_run
 
 REFERENCE = "full"
+_COMPUTE = (
+    "LM",
+    "executed",
+    "logical",
+    "hardware",
+    "experts a token",
+    "layers run",
+    "inputs/s",
+    "speedup",
+    "conversion",
+)
 _MOST_WIDTH = 200
 """Columns of the printed tables; a narrower terminal wraps their lines, which a cut-off figure would not survive."""
 
@@ -90,7 +102,7 @@ def _entry(outcome: Outcome, name: str) -> dict[str, Any]:
     differences = list(outcome.differences(name).values())
     savings = _savings(outcome, name)
     speedup = outcome.rates[name] / outcome.rates[REFERENCE]
-    saved = savings["executed_saved"]
+    saved, trace = savings["executed_saved"], outcome.measured[name].trace
     return {
         "name": name,
         "parameters": dict(outcome.parameters[name]),
@@ -103,6 +115,8 @@ def _entry(outcome: Outcome, name: str) -> dict[str, Any]:
         "flops": savings,
         "queries_per_second": outcome.rates[name],
         "speedup": speedup,
+        "experts_per_token": experts_per_token(trace.rows_NS.numpy(), trace.survived_NS.numpy()),
+        "layers_run": layers_run(trace.entered_NS.numpy(), trace.bypassed_NS.numpy()),
         # Share of the wall clock saved for each share of FLOPs saved; null where no FLOPs are saved.
         "conversion": (1.0 - 1.0 / speedup) / saved if saved > 0.0 else None,
     }
@@ -163,10 +177,11 @@ def tables(content: dict[str, Any]) -> Group:
     for heading in ("recall@1", "vs full [95 % interval]", *modalities, "recall@10", "nDCG@10"):
         accuracy.add_column(heading, justify="right", no_wrap=True)
     compute = Table(
-        title="Saved, % of full compute (vision tower included but in LM), and time", title_justify="left"
+        title="Saved, % of full compute (vision tower included but in LM); what ran; and time",
+        title_justify="left",
     )
     compute.add_column("policy", no_wrap=True)
-    for heading in ("LM", "executed", "logical", "hardware", "inputs/s", "speedup", "conversion"):
+    for heading in _COMPUTE:
         compute.add_column(heading, justify="right", no_wrap=True)
     for entry in content["policies"]:
         accuracy.add_row(*_accuracy_cells(entry))
@@ -209,6 +224,8 @@ def _compute_cells(entry: dict[str, Any]) -> list[str]:
     return [
         entry["name"],
         *(f"{100 * entry['flops'][key]:.1f}" for key in columns),
+        f"{entry['experts_per_token']:.2f}",
+        f"{100 * entry['layers_run']:.0f} %",
         f"{entry['queries_per_second']:.0f}",
         f"{entry['speedup']:.2f}",
         "-" if entry["conversion"] is None else f"{entry['conversion']:.2f}",

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
+
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -38,3 +42,13 @@ class Trace:
     expert_rows_NE: Tensor
     signal_flops_NS: Tensor
     bypassed_NS: Tensor
+
+
+def experts_per_token(rows: IntArray, survived: IntArray) -> float:
+    """Routed experts that ran, mean over layers and the tokens that survived the decision there; 0 if none did."""
+    return float(rows.sum()) / max(1.0, float(survived.sum()))
+
+
+def layers_run(entered: IntArray, bypassed: IntArray) -> float:
+    """Share of the tokens that came to a layer and were not led past it, over all layers."""
+    return float(entered.sum()) / float(entered.sum() + bypassed.sum())

@@ -98,7 +98,7 @@ def test_the_file_has_exactly_the_documented_keys(folder: Path, result: dict[str
     for entry in content["policies"]:
         assert set(entry) == {
             *("name", "parameters", "mean_recall_at_1", "delta_vs_full", "modalities", "flops"),
-            *("queries_per_second", "speedup", "conversion"),
+            *("queries_per_second", "speedup", "conversion", "experts_per_token", "layers_run"),
         }
         assert set(entry["delta_vs_full"]) == {"mean", "ci95"}
         assert list(entry["modalities"]) == ["image", "text"]
@@ -112,12 +112,15 @@ def test_the_file_has_exactly_the_documented_keys(folder: Path, result: dict[str
     assert Image.open(folder / "out" / "evaluation.png").size[0] > 500
 
 
-def test_full_is_the_reference(result: dict[str, Any]) -> None:
+def test_full_is_the_reference(folder: Path, result: dict[str, Any]) -> None:
     full = by_name(result)["full"]
     assert full["delta_vs_full"] == {"mean": 0.0, "ci95": [0.0, 0.0]}
     assert set(full["flops"].values()) == {0.0}
     assert full["speedup"] == 1.0
     assert full["conversion"] is None
+    top_k = load_backbone(folder / "tiny").top_k
+    assert (full["experts_per_token"], full["layers_run"]) == (top_k, 1.0)
+    assert by_name(result)["uniform_topk"]["experts_per_token"] < top_k
 
 
 def test_figures_fit_each_other(result: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from rlcompute.compare.cache import Entry
 from rlcompute.metrics import RankingMetrics, ranking_metrics
 from rlcompute.policies.rules import parse
+from rlcompute.trace import experts_per_token, layers_run
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -54,7 +55,8 @@ class Point:
         full_executed_G, full_logical_G, full_hardware_G: those of full compute.
         vision_G: FLOPs of the vision tower, which no policy saves.
         full_vision_G: those of the unpruned backbone; a checkpoint of its own may have another tower.
-        entered_NG, decided_NG, survived_NG, rows_NG: counts of :class:`rlcompute.trace.Trace` by modality, int64.
+        entered_NG, decided_NG, survived_NG, rows_NG, bypassed_NG: counts of :class:`rlcompute.trace.Trace` by modality,
+            int64.
         speedup: inputs per second over those of full compute, both timed in the same rounds; the median round.
         speedup_low, speedup_high: the slowest and the fastest round. Of six rounds they enclose the true median in
             97 of 100 cases, whatever the distribution.
@@ -81,6 +83,7 @@ class Point:
     decided_NG: IntArray
     survived_NG: IntArray
     rows_NG: IntArray
+    bypassed_NG: IntArray
     speedup: float
     speedup_low: float
     speedup_high: float
@@ -137,6 +140,16 @@ class Point:
     def skip_rate_NG(self) -> FloatArray:
         """(Token, expert) rows left out, as a share of k for each survivor; NaN where no token survived."""
         return 1.0 - _ratio(self.rows_NG, self.top_k * self.survived_NG)
+
+    @property
+    def experts_per_token(self) -> float:
+        """Routed experts that ran, mean over layers and the tokens that survived the decision there."""
+        return experts_per_token(self.rows_NG, self.survived_NG)
+
+    @property
+    def layers_run(self) -> float:
+        """Share of the tokens that came to a layer and were not led past it, over all layers."""
+        return layers_run(self.entered_NG, self.bypassed_NG)
 
     @property
     def metrics(self) -> dict[str, RankingMetrics]:
@@ -203,6 +216,8 @@ def to_entry(point: Point) -> Entry:
 def from_entry(entry: Entry, speed: Speed) -> Point:
     """The point of :func:`to_entry`, with its times."""
     content: dict[str, Any] = entry.values | entry.arrays
+    # Entries of versions whose policies could not bypass a layer lack the count.
+    content.setdefault("bypassed_NG", np.zeros_like(content["entered_NG"]))
     ranks = {modality: content.pop(_RANKS + modality) for modality in content.pop("modalities")}
     return Point(**content, **asdict(speed), ranks=ranks, method=None)
 

@@ -19,8 +19,9 @@ An entry of ``points`` holds ``policy`` as configured and ``resolved`` as it ran
 ``recall_at_10``, ``ndcg_at_10``, ``n`` and ``delta_recall_at_1``; ``flops`` with ``lm_executed_saved``,
 ``executed_saved``, ``logical_saved`` and ``hardware_saved``, the vision tower included but in the first;
 ``inputs_per_second``, ``speedup``, ``speedup_range`` (slowest and fastest round); ``conversion`` (share of time saved
-for each share of executed FLOPs saved, null where hardly any are); ``drop_rate`` and ``skip_rate`` by modality and
-layer, null where no token is left.
+for each share of executed FLOPs saved, null where hardly any are); ``experts_per_token``, routed experts that ran, mean
+over layers and the tokens left there; ``layers_run``, the share of tokens and layers that was not bypassed;
+``drop_rate`` and ``skip_rate`` by modality and layer, null where no token is left.
 """
 
 from __future__ import annotations
@@ -137,6 +138,8 @@ def _entry(point: Point, full: Point, samples: int, seed: int) -> dict[str, Any]
         "speedup": point.speedup,
         "speedup_range": [point.speedup_low, point.speedup_high],
         "conversion": point.conversion,
+        "experts_per_token": point.experts_per_token,
+        "layers_run": point.layers_run,
         "drop_rate": _by_layer(point, point.drop_rate_NG),
         "skip_rate": _by_layer(point, point.skip_rate_NG),
     }

@@ -131,7 +131,7 @@ class Suite:
         )
         counts = {
             f"{name}_NG": self._by_modality(getattr(measured.trace, f"{name}_NS").numpy())
-            for name in ("entered", "decided", "survived", "rows")
+            for name in ("entered", "decided", "survived", "rows", "bypassed")
         }
         return Point(
             spec=resolved,

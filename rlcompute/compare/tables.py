@@ -8,12 +8,22 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
-_COMPUTE = ("LM", "executed", "logical", "hardware", "speed-up [range]", "conversion")
+_COMPUTE = (
+    "LM",
+    "executed",
+    "logical",
+    "hardware",
+    "experts a token",
+    "layers run",
+    "speed-up [range]",
+    "conversion",
+)
 _NOTES = (
     "Recall@1 in points of 100, in brackets the difference from full compute; the mean's interval is a paired 95 % "
-    "bootstrap over queries. FLOPs saved in %, vision tower included but in LM. Speed-up over full compute, timed in "
-    "the same rounds; in brackets the slowest and the fastest round. Conversion: % of time saved for each % of "
-    "executed FLOPs saved."
+    "bootstrap over queries. FLOPs saved in %, vision tower included but in LM. Experts a token: routed experts that "
+    "ran, mean over layers and the tokens left there. Layers run: % of tokens and layers that were not bypassed. "
+    "Speed-up over full compute, timed in the same rounds; in brackets the slowest and the fastest round. Conversion: "
+    "% of time saved for each % of executed FLOPs saved."
 )
 
 
@@ -81,7 +91,8 @@ def _place(lead: dict[str, Any]) -> str:
     return (
         f"At {100 * lead['budget']:g} %: {lead['group']} ({lead['method']}{members}), saves "
         f"{100 * lead['saved']:.1f} %, recall@1 {lead['recall_at_1']:.2f}; the best rule, {lead['rule']}, "
-        f"saves {100 * lead['rule_saved']:.1f} %, {lead['rule_recall_at_1']:.2f}. Lead {lead['lead']:+.2f} [{lead['low']:+.2f}, {lead['high']:+.2f}]: "
+        f"saves {100 * lead['rule_saved']:.1f} %, {lead['rule_recall_at_1']:.2f}. "
+        f"Lead {lead['lead']:+.2f} [{lead['low']:+.2f}, {lead['high']:+.2f}]: "
         f"{verdict}."
     )
 
@@ -113,6 +124,8 @@ def _compute(x: dict[str, Any]) -> list[str]:
     low, high = x["speedup_range"]
     return [
         *(f"{100 * x['flops'][key]:.1f}" for key in keys),
+        f"{x['experts_per_token']:.2f}",
+        f"{100 * x['layers_run']:.0f} %",
         f"{x['speedup']:.2f} [{low:.2f}, {high:.2f}]",
         "-" if x["conversion"] is None else f"{100 * x['conversion']:.0f} %",
     ]

@@ -37,6 +37,7 @@ def make_point(resolved: str, saved: float, ranks: dict[str, list[int]], **chang
         "decided_NG": counts_NG,
         "survived_NG": counts_NG,
         "rows_NG": 2 * counts_NG,
+        "bypassed_NG": 0 * counts_NG,
         "method": METHODS[HEADS] if "gates" in resolved else None,
         "speedup": 1.0,
         "speedup_low": 0.9,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +31,8 @@ def test_figures_by_hand() -> None:
         decided_NG=np.array([[10, 8], [0, 4]]),
         survived_NG=np.array([[5, 8], [0, 4]]),
         rows_NG=np.array([[4, 16], [0, 0]]),
+        entered_NG=np.array([[10, 8], [5, 8]]),
+        bypassed_NG=np.array([[0, 0], [5, 0]]),
     )
     assert point.modalities == ("image", "text")
     assert point.recall_at_1 == pytest.approx((50 + 75) / 2)
@@ -40,6 +42,8 @@ def test_figures_by_hand() -> None:
     assert point.logical_saved == pytest.approx(40 / 151)
     assert point.hardware_saved == pytest.approx(40 / 152)
     assert point.conversion == pytest.approx((1 - 1 / 1.25) / (40 / 150))
+    assert point.experts_per_token == pytest.approx(20 / 17)
+    assert point.layers_run == pytest.approx(31 / 36)
     np.testing.assert_allclose(point.drop_rate_NG, [[0.5, 0.0], [np.nan, 0.0]])
     np.testing.assert_allclose(point.skip_rate_NG, [[0.6, 0.0], [np.nan, 1.0]])
 
@@ -75,6 +79,16 @@ def test_a_point_survives_the_cache(tmp_path: Path) -> None:
             assert np.array_equal(before, after) and type(before) is type(after)
 
 
+def test_an_entry_from_before_layers_were_bypassed_still_counts() -> None:
+    point = make_point("modes:skip=0.4", 0.4, RANKS)
+    entry = to_entry(point)
+    older = replace(entry, arrays={k: v for k, v in entry.arrays.items() if k != "bypassed_NG"})
+    assert older.arrays.keys() < entry.arrays.keys()
+    again = from_entry(older, Speed(1.0, 1.0, 1.0, 1.0))
+    assert (again.experts_per_token, again.layers_run) == (2.0, 1.0)
+    np.testing.assert_array_equal(again.bypassed_NG, point.bypassed_NG)
+
+
 def test_a_measured_point_equals_encoding_one_by_one(suite_folder: Path, tmp_path: Path) -> None:
     full, half = points(make_config(suite_folder, tmp_path), ["full", "uniform_topk:k=1"], [])
     backbone = load_backbone(suite_folder / "tiny")
@@ -94,10 +108,12 @@ def test_a_measured_point_equals_encoding_one_by_one(suite_folder: Path, tmp_pat
                 sum(float(flops.logical(t)) for t in traces), rel=1e-12
             )
             assert point.vision_G[g] == point.full_vision_G[g] == vision
-            for name in ("entered", "decided", "survived", "rows"):
+            for name in ("entered", "decided", "survived", "rows", "bypassed"):
                 expected_N = sum(getattr(t, f"{name}_NS")[:, 0].numpy() for t in traces)
                 np.testing.assert_array_equal(getattr(point, f"{name}_NG")[:, g], expected_N)
     np.testing.assert_array_equal(half.full_executed_G, full.executed_G)
+    assert full.experts_per_token == backbone.top_k
+    assert (half.experts_per_token, half.layers_run) == (1.0, 1.0)
     assert half.skip_rate_NG == pytest.approx(np.full((4, 2), 2 / 3))
     assert full.speedup == full.speedup_low == full.speedup_high == 1.0
     assert half.speedup_low <= half.speedup <= half.speedup_high
