@@ -1,7 +1,7 @@
 """Decisions with gradients: how gates are trained through the frozen backbone (spec §4).
 
-A decision is a mass: 1 to keep, 0 to leave out. Its value is what the packed forward would execute, its gradient that of
-the gate's probability (:func:`straight_through`), or, in a soft fade, the probability itself.
+A decision is a mass: 1 to keep, 0 to leave out. Its value is what the packed forward would execute, its gradient that
+of the gate's probability (:func:`straight_through`), or, in a soft fade, the probability itself.
 
 Shape legend: T tokens of the pack, S segments, k selected experts per token.
 """
@@ -75,7 +75,7 @@ class SoftPolicy(Protocol):
     def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack, tokens: Carry) -> SoftDecision:
         """As :meth:`rlcompute.decision.Policy.decide`, for all tokens, also those whose mass is 0 by now.
 
-        ``pack.alive`` holds the masses of the tokens that enter the layer. In the last layer the T tokens are the
-        ``<emb>`` tokens alone.
+        ``pack.alive`` holds the masses with which tokens reach the decision: 0 also where the segment bypasses the
+        layer. In the last layer the T tokens are the ``<emb>`` tokens alone.
         """
         ...

@@ -113,7 +113,10 @@ def _layer(
 
     rows_R: Tensor | slice = pack.emb_index_S if is_last else slice(None)
     deciding = pack.emb_only() if is_last else pack
-    deciding = replace(deciding, alive=Alive(mass_T[rows_R], mass_T[rows_R].detach() > 0.5))
+    # Who decides counts the tokens that are there and whose segment runs the layer.
+    reached_R, run_R = mass_T[rows_R], run_S[deciding.segment_ids_T]
+    decided_R = reached_R * run_R
+    deciding = replace(deciding, alive=Alive(decided_R, decided_R.detach() > 0.5))
     tokens = {name: carried[rows_R] for name, carried in state.tokens.items()}
     mixed_Rd = layer.mix_emb(h_Td, entering) if is_last else layer.mix(h_Td, entering)
     x_Rd = layer.moe_input(mixed_Rd)
@@ -123,12 +126,11 @@ def _layer(
     routed_Rd, slots_Rk = _routed(backbone, layer, x_Rd, signals.selection, decision)
     out_Rd = mixed_Rd + layer.shared(x_Rd) + routed_Rd
 
-    run_R, run_T = run_S[deciding.segment_ids_T], run_S[pack.segment_ids_T]
+    run_T = run_S[pack.segment_ids_T]
     if bypass is not None:
         out_Rd = h_Td[rows_R] + run_R[:, None].to(out_Rd.dtype) * (out_Rd - h_Td[rows_R])
     stay_R = torch.ones_like(run_R) if decision.stay is None else decision.stay.to(mass_T.dtype)
     # A bypassed token is counted nowhere in this layer, a dropped one leaves before the experts.
-    decided_R = mass_T[rows_R] * run_R
     survived_R = decided_R * stay_R
     decided_S = _by_segment(decided_R, deciding)
     executing_R = survived_R * slots_Rk.amax(dim=1)
@@ -142,12 +144,11 @@ def _layer(
         "bypassed_NS": _by_segment(mass_T * (1.0 - run_T), pack),
         "signal_flops_NS": flops_S if bypass is None else flops_S + bypass.flops_per_segment,
     }
-    mass_R = mass_T[rows_R] * (1.0 - run_R * (1.0 - stay_R))
+    mass_R = reached_R * (1.0 - run_R * (1.0 - stay_R))
     terms = {**({} if bypass is None else bypass.terms), **decision.terms}
     segments = state.segments if bypass is None else bypass.segments
-    reached_R = mass_T[rows_R].detach() > 0.5
     actions_M3 = _actions(
-        reached_R,
+        reached_R.detach() > 0.5,
         decided_R.detach() > 0.5,
         stay_R.detach() > 0.5,
         slots_Rk.detach().amax(dim=1) > 0.5,
