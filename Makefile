@@ -5,10 +5,12 @@ BIN := $(VENV)/bin
 CONFIG := configs/quickstart.yaml
 RUN := runs/quickstart
 DEMO := data/demo
+DEMO_FULL := data/demo_full
+GRPO_RUNS := $(foreach seed,0 1 2,$(foreach saved,32 45 55 65,demo$(saved)_seed$(seed)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart data train evaluate export compare compare-final claims figures bench test test-fast \
-  lint format docs demo-model
+.PHONY: help setup quickstart data train evaluate export compare compare-final ste claims figures bench test \
+  test-fast lint format docs demo-model
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -24,6 +26,10 @@ quickstart: export ## Set-up, data, training, evaluation and export on this mach
 data: $(DEMO)/.composed ## Compose the demo's pairs
 $(DEMO)/.composed: | $(VENV)/.installed
 	$(BIN)/rlcompute data demo --out $(DEMO)
+	touch $@
+
+$(DEMO_FULL)/.composed: | $(VENV)/.installed
+	$(BIN)/rlcompute data demo --out $(DEMO_FULL) --train 1000 --test 2000 --final 2000
 	touch $@
 
 train: $(RUN)/.trained ## Train the quick start's gates; continues an interrupted run
@@ -44,21 +50,46 @@ $(RUN)/.exported: $(RUN)/.evaluated
 compare: $(RUN)/.exported ## The quick start's gates against rules that need no training (under 20 minutes)
 	$(BIN)/rlcompute compare --config configs/compare_demo.yaml
 
-compare-final: setup ## Gates of three seeds at four savings against the best rules, final pool (about two hours)
-	$(BIN)/rlcompute data demo --out data/demo_full --train 1000 --test 2000 --final 2000
-	for seed in 0 1 2; do for saved in 32 45 55 65; do \
-	  run=demo$${saved}_seed$$seed; test -d runs/$$run/export && continue; \
-	  options="run.name=$$run run.seed=$$seed reward.target_flops_saved=0.$$saved grpo.iterations=300"; \
-	  test $$saved -gt 45 || options="$$options reward.distill_weight=1.0 grpo.advantage_normalization=batch"; \
-	  $(BIN)/rlcompute train --config configs/demo_full.yaml $$options || exit 1; \
-	done; done
+compare-final: $(GRPO_RUNS:%=runs/%/export/gate_config.json) ## Gates of three seeds at four savings against the best rules, final pool (about two hours)
 	$(BIN)/rlcompute compare --config configs/compare_final.yaml
+
+# Of a name such as demo45_seed0: 45 % to save, seed 0.
+SAVED = $(patsubst demo%,%,$(firstword $(subst _seed, ,$*)))
+SEED = $(lastword $(subst _seed, ,$*))
+RESUME = $(if $(wildcard runs/$*/checkpoints/latest),--resume)
+$(GRPO_RUNS:%=runs/%/export/gate_config.json): runs/%/export/gate_config.json: | $(DEMO_FULL)/.composed
+	$(BIN)/rlcompute train --config configs/demo_full.yaml $(RESUME) run.name=$* run.seed=$(SEED) \
+	  reward.target_flops_saved=0.$(SAVED) grpo.iterations=300 \
+	  $(if $(filter 32 45,$(SAVED)),reward.distill_weight=1.0 grpo.advantage_normalization=batch)
+
+# Straight-through gates: a run and what it adds to configs/ste.yaml.
+THREE := ste.actions=[token_pruner,expert_skip,layer_skip]
+ste_pruner := ste.actions=[token_pruner] ste.prune_keep=0.3
+ste_skip := ste.actions=[expert_skip]
+ste_layers := ste.actions=[layer_skip] ste.layer_target=0.2
+ste_nulls := ste.actions=[null_experts] ste.distill_weight=0.0
+ste_simultaneous := $(THREE) ste.skip_target=0.3
+ste_alternating := $(THREE) ste.skip_target=0.3 ste.combination=alternating
+ste_sequential := $(THREE) ste.skip_target=0.3 ste.combination=sequential
+ste_shared := $(THREE) ste.combination=shared ste.flops_saved=0.45
+halt_avit := ste.actions=[halt_avit]
+halt_cumulative := ste.actions=[halt_cumulative]
+halt_beta := ste.actions=[halt_beta]
+early_exit := ste.actions=[early_exit]
+STE_RUNS := ste_pruner ste_skip ste_layers ste_nulls ste_simultaneous ste_alternating ste_sequential ste_shared \
+  halt_avit halt_cumulative halt_beta early_exit
+
+$(STE_RUNS:%=runs/%/export/gate_config.json): runs/%/export/gate_config.json: | $(DEMO_FULL)/.composed
+	$(BIN)/rlcompute train --config configs/ste.yaml $(RESUME) run.name=$* $(foreach option,$($*),'$(option)')
+
+ste: $(STE_RUNS:%=runs/%/export/gate_config.json) $(GRPO_RUNS:%=runs/%/export/gate_config.json) ## Straight-through gates of every kind beside GRPO and rules, final pool, and the claims about them (hours)
+	$(BIN)/rlcompute compare --config configs/compare_ste.yaml
+	$(BIN)/rlcompute claims --config configs/compare_ste.yaml
 
 claims: $(RUN)/.exported ## Published claims about adaptive computation, checked on the demo
 	$(BIN)/rlcompute claims --config configs/compare_demo.yaml
 
-figures: setup ## Every accuracy and compute figure of the README (about 25 minutes on two cores)
-	$(BIN)/rlcompute data demo --out data/demo_full --train 1000 --test 2000 --final 2000
+figures: $(DEMO_FULL)/.composed ## Every accuracy and compute figure of the README (about 25 minutes on two cores)
 	for seed in 0 1 2; do \
 	  options="run.name=quickstart_seed$$seed run.seed=$$seed data.train=data/demo_full/train.parquet \
 	    data.pairs_per_task=500 data.test=data/demo_full/test.parquet evaluation.pairs_per_modality=2000"; \
