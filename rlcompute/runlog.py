@@ -4,6 +4,7 @@
         config.yaml      resolved configuration
         env.json         versions, machine and commit of every session of the run
         metrics.jsonl    one JSON object per iteration
+        rates.png        rates of the actions over training, of straight-through gates
         tb/              TensorBoard: scalars and pictures
         logs/            logs of the processes
         failure.json     only after a failure
@@ -72,6 +73,11 @@ class RunFolder:
     def metrics(self) -> Path:
         """One JSON object per iteration."""
         return self.root / "metrics.jsonl"
+
+    @property
+    def rates(self) -> Path:
+        """Rates of the actions over training, drawn at the end."""
+        return self.root / "rates.png"
 
     @property
     def tensorboard(self) -> Path:
@@ -240,6 +246,16 @@ class RunLog:
         self._writer.flush()
         self._progress.advance(note=note)
 
+    def draw_rates(self) -> None:
+        """Draws how the rates of all actions developed so far, as ``rates.png`` and for TensorBoard."""
+        from rlcompute.plots import write_png  # brings matplotlib, needed only here
+        from rlcompute.training_plot import rates_over_training
+
+        picture = rates_over_training(read_metrics(self.folder.metrics))
+        write_png(self.folder.rates, picture)
+        self._writer.add_image("rates/over_training", picture, self.iteration, dataformats="HWC")
+        self._writer.flush()
+
     def message(self, text: str) -> None:
         """Prints a line beside the progress."""
         self._progress.message(text)
@@ -270,7 +286,7 @@ class RunLog:
 
     def _clear(self) -> None:
         """Removes what an earlier session left that never reached a checkpoint."""
-        for path in (self.folder.metrics, self.folder.environment):
+        for path in (self.folder.metrics, self.folder.environment, self.folder.rates):
             path.unlink(missing_ok=True)
         folder = self.folder
         for path in (folder.tensorboard, folder.checkpoints, folder.evaluation, folder.export):
