@@ -65,6 +65,7 @@ $(GRPO_RUNS:%=runs/%/export/gate_config.json): runs/%/export/gate_config.json: |
 # Straight-through gates: a run and what it adds to configs/ste.yaml.
 THREE := ste.actions=[token_pruner,expert_skip,layer_skip]
 ste_pruner := ste.actions=[token_pruner] ste.prune_keep=0.3
+ste_pruner25 := ste.actions=[token_pruner] ste.prune_keep=0.25
 ste_skip := ste.actions=[expert_skip]
 ste_layers := ste.actions=[layer_skip] ste.layer_target=0.2
 ste_nulls := ste.actions=[null_experts] ste.distill_weight=0.0
@@ -76,7 +77,7 @@ halt_avit := ste.actions=[halt_avit]
 halt_cumulative := ste.actions=[halt_cumulative]
 halt_beta := ste.actions=[halt_beta]
 early_exit := ste.actions=[early_exit]
-STE_RUNS := ste_pruner ste_skip ste_layers ste_nulls ste_simultaneous ste_alternating ste_sequential ste_shared \
+STE_RUNS := ste_pruner ste_pruner25 ste_skip ste_layers ste_nulls ste_simultaneous ste_alternating ste_sequential ste_shared \
   halt_avit halt_cumulative halt_beta early_exit
 
 $(STE_RUNS:%=runs/%/export/gate_config.json): runs/%/export/gate_config.json: | $(DEMO_FULL)/.composed
