@@ -94,6 +94,7 @@ def run(config: Config, *, resume: bool) -> Path:
             raise
         finally:
             session.stop()
+        log.draw_rates()
         export_gates(config)
     return config.run.folder
 
