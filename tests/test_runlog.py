@@ -162,14 +162,28 @@ def test_progress_prints_plain_lines_where_there_is_no_terminal() -> None:
     assert "\x1b" not in stream.getvalue()
 
 
+def test_rewound_iterations_are_logged_again(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    with RunLog(config) as log:
+        log.begin()
+        for value in range(4):
+            log.record({"reward/mean": float(value)})
+        log.rewind(2)
+        assert log.iteration == 2
+        log.record({"reward/mean": 9.0})
+    rows = read_metrics(log.folder.metrics)
+    assert [(row["iteration"], row["reward/mean"]) for row in rows] == [(1, 0.0), (2, 1.0), (3, 9.0)]
+    assert scalars(log.folder, "reward/mean") == [(1, 0.0), (2, 1.0), (3, 9.0)]
+
+
 def test_every_metric_is_explained(repository: Path) -> None:
     text = (repository / "docs" / "metrics.md").read_text()
-    groups = "actions|compute|controller|policy|progress|recall|reward|timing"
+    groups = "actions|compute|controller|distill|loss|policy|progress|recall|reward|timing"
     pattern = re.compile(rf'f?"((?:{groups})/[a-z_]+)')
     files = [
         *(repository / "rlcompute" / "actors").glob("*.py"),
         repository / "rlcompute" / "envs" / "controller.py",
     ]
     names = {name for path in files for name in pattern.findall(path.read_text())}
-    assert {"reward/mean", "compute/lm_saved", "controller/lambda"} <= names
+    assert {"reward/mean", "compute/lm_saved", "controller/lambda", "distill/cosine"} <= names
     assert [name for name in sorted(names) if f"`{name}" not in text] == []

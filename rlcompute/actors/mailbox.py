@@ -79,7 +79,6 @@ class Letter:
     resident_bytes: int
 
 
-@ray.remote(num_cpus=0)
 class Mailbox:
     """Holds messages until the driver takes them, and the actor that runs the workers."""
 
@@ -103,6 +102,11 @@ class Mailbox:
     def controller(self) -> Any:
         """Ray Train's controller; None before it runs."""
         return self._controller
+
+
+def start_mailbox() -> Any:
+    """A mailbox in an actor of its own, which takes no worker's room."""
+    return ray.remote(num_cpus=0)(Mailbox).remote()
 
 
 class Sender:

@@ -160,7 +160,7 @@ class Worker:
         overlays = None
         if self._pictures.due(iteration + 1):
             overlays = [self._frozen.overlay(side, engine.gates) for side in self._pictures.sides]
-        metrics = {**step.metrics, "timing/iteration": time.perf_counter() - started}
+        metrics = {**step.metrics, "timing/iteration_s": time.perf_counter() - started}
         self._sender.send(Row(iteration + 1, metrics, step.actions_NM3, overlays))
 
     def _teacher(self) -> Tensor:

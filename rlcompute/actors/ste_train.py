@@ -34,7 +34,7 @@ from rlcompute.actors.inputs import (
     find_backbone,
     read_training_pairs,
 )
-from rlcompute.actors.mailbox import Begin, Failure, Letter, Mailbox, Note, Row, Stage
+from rlcompute.actors.mailbox import Begin, Failure, Letter, Note, Row, Stage, start_mailbox
 from rlcompute.actors.messages import Reply
 from rlcompute.actors.pictures import Pictures
 from rlcompute.actors.ste_loop import STATE_PARTS, Job, train_loop
@@ -165,7 +165,7 @@ class Session:
         self._config, self._inputs, self._log = config, inputs, log
         self._timeout_s = config.ray.stage_timeout_s
         self._pictures = Pictures(config, inputs.pairs)
-        self._mailbox: Any = Mailbox.remote()
+        self._mailbox: Any = start_mailbox()
         self._outcome: BaseException | None = None
         self._lives = 0
         self._places: dict[int, str] = {}
