@@ -64,14 +64,15 @@ $(GRPO_RUNS:%=runs/%/export/gate_config.json): runs/%/export/gate_config.json: |
 
 # Straight-through gates: a run and what it adds to configs/ste.yaml.
 THREE := ste.actions=[token_pruner,expert_skip,layer_skip]
+BUDGETS := ste.skip_target=0.3 ste.layer_weight=10
 ste_pruner := ste.actions=[token_pruner] ste.prune_keep=0.3
 ste_pruner25 := ste.actions=[token_pruner] ste.prune_keep=0.25
 ste_skip := ste.actions=[expert_skip]
 ste_layers := ste.actions=[layer_skip] ste.layer_target=0.2
 ste_nulls := ste.actions=[null_experts] ste.distill_weight=0.0
-ste_simultaneous := $(THREE) ste.skip_target=0.3
-ste_alternating := $(THREE) ste.skip_target=0.3 ste.combination=alternating
-ste_sequential := $(THREE) ste.skip_target=0.3 ste.combination=sequential
+ste_simultaneous := $(THREE) $(BUDGETS)
+ste_alternating := $(THREE) $(BUDGETS) ste.combination=alternating
+ste_sequential := $(THREE) $(BUDGETS) ste.combination=sequential
 ste_shared := $(THREE) ste.combination=shared ste.flops_saved=0.45
 halt_avit := ste.actions=[halt_avit]
 halt_cumulative := ste.actions=[halt_cumulative]
