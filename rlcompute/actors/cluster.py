@@ -80,6 +80,10 @@ def ray_session(config: Config) -> Iterator[None]:
 
 
 def _start_private(config: Config) -> None:
+    # Gloo, over which training workers add up, would listen wherever the host's name leads.
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    if loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     ray.init(
         address="local",
         num_cpus=config.ray.num_workers,
