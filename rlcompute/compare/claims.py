@@ -1,7 +1,7 @@
 """`rlcompute claims`: the paper's claims on adaptive computation, checked on a backbone and its held-out pairs.
 
 claims -> policies they need -> points of the comparison (cached) -> checks -> claims.json, claims.md, a table
-          trained policies of compare.policies -> rules at the same saving
+          trained policies of compare.policies -> rules at the same saving, curves of their training
           a sample of the pairs -> write strength, firing rates, masked execution
 """
 
@@ -73,6 +73,7 @@ def run(config: Config, out: Path) -> dict[str, Any]:
         "layers, experts, experts a token": f"{backbone.num_layers}, {backbone.num_experts}, {backbone.top_k}",
         "full compute": str(evidence.full_recall),
         "policies trained by GRPO": ", ".join(evidence.learned) or "none",
+        "policies trained straight through": ", ".join(x.name for x in evidence.straight_through) or "none",
     }
     found = claims_report.content(facts, results)
     claims_report.write(out, found)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from rlcompute.compare.claims_model import CEILING, Figure, Finding, Judgement, exact
+from rlcompute.compare.claims_training import Runs, Training, straight_through_runs
 from rlcompute.metrics import FloatArray, IntArray, bootstrap_interval
 from rlcompute.policies.checkpoint import HEADS, METHODS
 
@@ -88,6 +89,10 @@ class Laboratory(Protocol):
         """Bytes of the routed experts of the backbone that a policy runs on."""
         ...
 
+    def training(self, policy: str) -> Training:
+        """How the straight-through gates of a policy were trained."""
+        ...
+
 
 class Evidence:
     """Measures what a check asks for, once."""
@@ -135,13 +140,27 @@ class Evidence:
         return self.point("full")
 
     @cached_property
+    def _trained(self) -> Sequence[Point]:
+        """Trained policies without a free knob."""
+        return self._measure(self._learned, ()) if self._learned else []
+
+    @cached_property
     def learned(self) -> Mapping[str, Sequence[Point]]:
-        """Policies trained by GRPO, which the claims are about, by the entry that they were configured by."""
+        """Policies trained by GRPO, by the entry that they were configured by."""
         groups: dict[str, list[Point]] = {}
-        for point in self._measure(self._learned, ()) if self._learned else ():
+        for point in self._trained:
             if point.method == METHODS[HEADS]:
                 groups.setdefault(point.spec, []).append(point)
         return groups
+
+    @cached_property
+    def straight_through(self) -> Sequence[Runs]:
+        """Policies trained straight through their decisions."""
+        return straight_through_runs(self._trained, self.laboratory.training)
+
+    def moved(self, points: Sequence[Point], budget: float) -> list[Point]:
+        """Trained gates with their thresholds moved to a saving of the language model's FLOPs, those that reach it."""
+        return self._measure([f"{point.resolved},shift=*" for point in points], (budget,))
 
     def rivals(self, budget: float) -> list[Point]:
         """Training-free policies at a saving of the language model's FLOPs, those that reach it."""
@@ -164,6 +183,10 @@ class Evidence:
     def loss(self, name: str, policy: str) -> Figure:
         """Points lost against full compute by a fixed policy."""
         return self.contrast(f"loss of {name}", (1.0, self.full), (-1.0, self.point(policy)))
+
+    def loss_of(self, name: str, ours: Sequence[Ranked]) -> Figure:
+        """Points lost against full compute by some policies, on average."""
+        return self.contrast(f"loss of {name}", (1.0, self.full), *((-1.0 / len(ours), x) for x in ours))
 
     def lead(self, name: str, ours: Sequence[Ranked], other: Ranked) -> Figure:
         """Points by which the mean of some policies is ahead of another."""
@@ -188,6 +211,19 @@ def skipped(name: str, point: Ranked, top_k: int) -> Figure:
 def skip_share(point: Ranked, top_k: int) -> float:
     """Share of the survivors' routed rows that a policy leaves out, in [0, 1]."""
     return 1.0 - float(point.rows_NG.sum()) / (top_k * float(point.survived_NG.sum()))
+
+
+def percent(
+    evidence: Evidence, firing: Firing, name: str, statistic: Callable[[FloatArray], FloatArray]
+) -> Figure:
+    """A share of what a policy decided, with its interval over pairs; ``statistic`` as of :meth:`Firing.figure`."""
+    return firing.figure(
+        name,
+        lambda counts: 100.0 * statistic(counts),
+        samples=evidence.samples,
+        seed=evidence.seed,
+        unit="%",
+    )
 
 
 def speedup(name: str, point: Point) -> Figure:

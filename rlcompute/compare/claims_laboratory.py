@@ -22,6 +22,7 @@ from rlcompute.benchmark.timing import Timing, interleaved
 from rlcompute.benchmark.variants import check_agreement
 from rlcompute.compare.claims_firing import Firing, firing
 from rlcompute.compare.claims_model import Figure
+from rlcompute.compare.claims_training import Training, training_of
 from rlcompute.compare.contenders import Builder
 from rlcompute.compare.strength_study import StrengthStudy
 from rlcompute.config import Config
@@ -99,17 +100,21 @@ class PairLaboratory:
 
     @cached_property
     def _batches(self) -> list[tuple[list[str], list[EmbeddedInput]]]:
-        """The sample's inputs."""
+        """The sample's inputs, as the unpruned backbone embeds them."""
+        return self._embedded(self._backbone)
+
+    def _embedded(self, backbone: Backbone) -> list[tuple[list[str], list[EmbeddedInput]]]:
         sample = [pair for group in self._pairs.values() for pair in group[:SAMPLE_PAIRS]]
-        return list(InputBatches(self._backbone, items_of(sample), self._config.evaluation.batch_size))
+        return list(InputBatches(backbone, items_of(sample), self._config.evaluation.batch_size))
 
     def firing(self, policy: str) -> Firing:
-        """Where a policy on the unpruned backbone drops and skips."""
+        """Where a policy drops and skips."""
         if policy not in self._firing:
             prepared = self._builder.build(parse(policy))
-            self._firing[policy] = firing(
-                prepared.backbone, prepared.contender.make, self._batches, self._groups
-            )
+            own = prepared.backbone
+            # An adapter may change the vision tower.
+            batches = self._batches if own is self._backbone else self._embedded(own)
+            self._firing[policy] = firing(own, prepared.contender.make, batches, self._groups)
         return self._firing[policy]
 
     def execution(self, policy: str) -> tuple[Figure, Figure]:
@@ -154,6 +159,10 @@ class PairLaboratory:
             for tensor in (layer.experts.gate_up_E2Fd, layer.experts.down_EdF)
         ]
         return sum(x.numel() * x.element_size() for x in tensors)
+
+    def training(self, policy: str) -> Training:
+        """How the straight-through gates of a policy were trained."""
+        return training_of(policy)
 
     def skip_only(self, policy: str) -> SkipOnly:
         """Gates whose decisions to drop only skip, on all held-out pairs."""

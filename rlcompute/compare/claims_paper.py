@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from rlcompute.compare.claims_evidence import Scale
 from rlcompute.compare.claims_model import Claim
+from rlcompute.compare.claims_paper_combined import combinations
 from rlcompute.compare.claims_paper_experts import adaptive_top_k, combined, expert_skipping
 from rlcompute.compare.claims_paper_firing import where_policies_fire
+from rlcompute.compare.claims_paper_halting import halting
 from rlcompute.compare.claims_paper_learned import learned
 from rlcompute.compare.claims_paper_pruning import beta, expert_pruning, token_pruning
+from rlcompute.compare.claims_paper_ste import single_actions
 from rlcompute.compare.claims_paper_strength import write_strength
 
 RULES_AT_A_BUDGET = (
@@ -31,6 +34,9 @@ def claims(scale: Scale) -> list[Claim]:
         *expert_pruning(scale),
         *combined(scale),
         *learned(),
+        *single_actions(scale),
+        *combinations(),
+        *halting(scale),
         *where_policies_fire(scale),
         *write_strength(),
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import reduce
 
-from rlcompute.compare.claims_evidence import Evidence, Scale, with_gates
+from rlcompute.compare.claims_evidence import Evidence, Scale, percent, with_gates
 from rlcompute.compare.claims_firing import DECIDED, DROPPED, KINDS, RUN, SLOTS, Firing
 from rlcompute.compare.claims_model import Claim, Figure, Finding, above, all_of, at_most
 from rlcompute.metrics import FloatArray
@@ -21,18 +21,6 @@ def _gates_firing(evidence: Evidence) -> Firing:
     """Counts of all gates together."""
     policies = [point.resolved for ours in evidence.learned.values() for point in ours]
     return reduce(Firing.__add__, [evidence.laboratory.firing(policy) for policy in policies])
-
-
-def _ask(
-    evidence: Evidence, firing: Firing, name: str, statistic: Callable[[FloatArray], FloatArray]
-) -> Figure:
-    return firing.figure(
-        name,
-        lambda counts: 100.0 * statistic(counts),
-        samples=evidence.samples,
-        seed=evidence.seed,
-        unit="%",
-    )
 
 
 def _drop_rate(counts_BNY4: FloatArray, layers: slice, kinds: Sequence[int]) -> FloatArray:
@@ -57,7 +45,7 @@ def where_policies_fire(scale: Scale) -> list[Claim]:
 
     def drops_early(evidence: Evidence) -> Finding:
         firing = _gates_firing(evidence)
-        share = _ask(
+        share = percent(
             evidence,
             firing,
             f"share of all drops that fall in the first {first.stop} of {scale.num_layers} layers",
@@ -69,7 +57,7 @@ def where_policies_fire(scale: Scale) -> list[Claim]:
         firing = _gates_firing(evidence)
 
         def gap(kind: int) -> Figure:
-            return _ask(
+            return percent(
                 evidence,
                 firing,
                 f"dropped in the first {first.stop} layers: image and video tokens − {KINDS[kind]} tokens",
@@ -79,26 +67,26 @@ def where_policies_fire(scale: Scale) -> list[Claim]:
         gaps = [gap(kind) for kind in (_TEXT, _VISDOC)]
 
         def dropped(kind: int) -> Figure:
-            return _ask(evidence, firing, f"{KINDS[kind]} tokens", lambda x: _drop_rate(x, first, (kind,)))
+            return percent(evidence, firing, f"{KINDS[kind]} tokens", lambda x: _drop_rate(x, first, (kind,)))
 
         each = [dropped(kind) for kind in range(_EMB)]
         return Finding(all_of(*map(above, gaps)), (*gaps, *each))
 
     def last_layer(evidence: Evidence) -> Finding:
         firing = _gates_firing(evidence)
-        last = _ask(
+        last = percent(
             evidence,
             firing,
             "experts skipped by <emb> in the last layer",
             lambda x: _skip_rate(x, slice(scale.num_layers - 1, None), (_EMB,)),
         )
-        before = _ask(
+        before = percent(
             evidence, firing, "by <emb> in the layers before", lambda x: _skip_rate(x, all_but_last, (_EMB,))
         )
         return Finding(at_most(last, 5.0), (last, before))
 
     def text_skips_early(evidence: Evidence) -> Finding:
-        gap = _ask(
+        gap = percent(
             evidence,
             _gates_firing(evidence),
             f"experts skipped in the first {early.stop} layers: text − visual tokens",
@@ -112,10 +100,10 @@ def where_policies_fire(scale: Scale) -> list[Claim]:
         def gap(layers: slice) -> Callable[[FloatArray], FloatArray]:
             return lambda x: _skip_rate(x, layers, _VISUAL) - _skip_rate(x, layers, (_TEXT,))
 
-        here = _ask(
+        here = percent(
             evidence, firing, f"skipped in the first {half.stop} layers: visual − text tokens", gap(half)
         )
-        there = _ask(evidence, firing, "in the later layers", gap(later))
+        there = percent(evidence, firing, "in the later layers", gap(later))
         return Finding(above(here), (here, there))
 
     return [

@@ -33,9 +33,9 @@ def beta(keep: float, layer: int = PRUNE_LAYER) -> str:
     return f"beta_prune:layer={layer},keep={keep:g}"
 
 
-def random_prune(keep: float) -> str:
+def random_prune(keep: float, layer: int = PRUNE_LAYER) -> str:
     """The control of :func:`beta`."""
-    return f"random_prune:layer={PRUNE_LAYER},keep={keep:g}"
+    return f"random_prune:layer={layer},keep={keep:g}"
 
 
 def token_pruning(scale: Scale) -> list[Claim]:
