@@ -19,6 +19,7 @@ import ray
 import torch
 from ray import train
 from ray.train import CheckpointUploadMode
+from ray.train.v2._internal.execution import context as execution_context
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
@@ -101,7 +102,8 @@ def train_loop(options: dict[str, Any]) -> None:
 def _quieten() -> None:
     """Lets only warnings through: every line of a worker is shown by the driver too."""
     transformers_logging.disable_progress_bar()
-    for name in ("ray.train", "rlcompute"):
+    # Ray Train's report has a logger of the name of its file.
+    for name in ("ray.train", execution_context.__file__, "rlcompute"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
@@ -245,7 +247,12 @@ class Worker:
                 optimizer=engine.optimizer.tensors(),
                 state=TrainerState(completed, {"engine": engine.state()}),
                 backbone=self._job.backbone,
-                extra={"iteration": completed, "max_tokens": self._config.data.max_tokens},
+                extra={
+                    "iteration": completed,
+                    "max_tokens": self._config.data.max_tokens,
+                    "combination": self._config.ste.combination,
+                },
+                adapter=self._adapter,
             )
             checkpoint = train.Checkpoint.from_directory(folder)
         # All workers report: it is a barrier, which keeps them from running ahead of the checkpoint.

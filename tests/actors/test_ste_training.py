@@ -41,6 +41,9 @@ STE: dict[str, Any] = {
     "warmup_share": 0.0,
     "ramp_share": 0.2,
     "lr": 0.05,
+    "lora_rank": 2,
+    "lora_alpha": 4.0,
+    "lora_targets": ("attention",),
 }
 
 
@@ -55,9 +58,9 @@ def gates_of(run_folder: Path) -> dict[str, Any]:
 
 
 def assert_same_end(folder: Path, reference: Path) -> None:
-    """The same bits in the gates and one row for each iteration."""
-    export = Path("export") / "gates.safetensors"
-    assert (folder / export).read_bytes() == (reference / export).read_bytes()
+    """The same bits in gates and adapter, and one row for each iteration."""
+    for name in ("gates.safetensors", "lora/adapter_model.safetensors"):
+        assert (folder / "export" / name).read_bytes() == (reference / "export" / name).read_bytes()
     rows = read_metrics(folder / "metrics.jsonl")
     assert [row["iteration"] for row in rows] == list(range(1, STE["iterations"] + 1))
     losses = [[row["loss/total"] for row in read_metrics(f / "metrics.jsonl")] for f in (folder, reference)]
@@ -90,15 +93,23 @@ def test_a_run_leaves_what_it_promises(reference: Path) -> None:
             "gate_config.json",
             "optimizer.safetensors",
             "trainer_state.json",
+            "lora",
             "COMPLETE",
         }
     assert {path.name for path in (reference / "export").iterdir()} == {
         "gates.safetensors",
         "gate_config.json",
         "README.md",
+        "lora",
     }
+    described = json.loads((reference / "export" / "gate_config.json").read_text())
+    assert described["combination"] == "simultaneous"
     assert not (reference / "failure.json").exists()
-    assert picture_counts(reference / "tb") == {"actions/by_layer": 2, "overlays": 4}
+    assert picture_counts(reference / "tb") == {
+        "actions/by_layer": 2,
+        "overlays": 4,
+        "rates/over_training": 1,
+    }
 
 
 def picture_counts(folder: Path) -> dict[str, int]:
@@ -177,7 +188,7 @@ def test_a_run_resumed_after_its_driver_was_killed_ends_with_the_same_gates(
         cwd=repository,
         env=environment,
         capture_output=True,
-        timeout=120,
+        timeout=300,
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     assert len(read_metrics(config.run.folder / "metrics.jsonl")) == 6
@@ -237,7 +248,7 @@ def test_a_stopped_worker_is_a_timeout_with_stacks_of_the_others(
 @slow
 @ray_train
 def test_partial_optimiser_state_on_resume_is_an_error(reference: Path, inputs: Path, runs: Path) -> None:
-    folder = runs / "partial"
+    folder = runs / "partial" / "reference"
     shutil.copytree(reference, folder)
     shutil.rmtree(folder / "checkpoints" / "step_000010")
     shutil.rmtree(folder / "checkpoints" / "step_000008")
@@ -246,7 +257,7 @@ def test_partial_optimiser_state_on_resume_is_an_error(reference: Path, inputs: 
     del tensors[next(name for name in tensors if name.endswith(".exp_avg_sq"))]
     save_file(tensors, optimizer)
     with pytest.raises(WorkerError, match=r"(?s)CheckpointError: optimiser state .*exp_avg_sq is missing"):
-        train.run(ste_config(inputs, runs, "partial"), resume=True)
+        train.run(ste_config(inputs, runs / "partial", "reference"), resume=True)
 
 
 @slow
