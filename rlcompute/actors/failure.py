@@ -1,4 +1,4 @@
-"""What workers can tell after a failure: memory, and stacks of those on this machine."""
+"""How a failed run ends: its first cause on disk, with memory of all workers and stacks of those on this machine."""
 
 from __future__ import annotations
 
@@ -7,13 +7,47 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rlcompute.actors.messages import Reply
+from rlcompute.runlog import RunLog
 
 STACK_WAIT_S = 0.5
+
+
+class Session(Protocol):
+    """One training session, of whichever method."""
+
+    @property
+    def stage(self) -> str:
+        """The stage that runs or ran last."""
+        ...
+
+    @property
+    def replies(self) -> Mapping[int, Reply]:
+        """What each worker said last."""
+        ...
+
+    def stop(self) -> None:
+        """Ends whatever still runs."""
+        ...
+
+
+@contextmanager
+def reported(session: Session, log: RunLog) -> Iterator[None]:
+    """Runs a session's training: a failure goes to ``failure.json``, and the session is stopped in any case."""
+    try:
+        yield
+    except BaseException as error:
+        details = failure_details(session.replies, log.folder.logs)
+        path = log.write_failure(error, stage=session.stage, details=details)
+        log.message(f"the run failed; {path} has the first cause, stage, memory and stacks")
+        raise
+    finally:
+        session.stop()
 
 
 def stack_file(log_folder: Path, worker: int) -> Path:

@@ -17,7 +17,7 @@ from rlcompute.actors.algorithm_config import GRPOConfig
 from rlcompute.actors.batches import BatchPlan
 from rlcompute.actors.checkpoints import Checkpoint, TrainerState, save_checkpoint
 from rlcompute.actors.cluster import check_port, ray_session
-from rlcompute.actors.failure import failure_details
+from rlcompute.actors.failure import reported
 from rlcompute.actors.inputs import (
     BackboneFiles,
     checkpoint_to_resume,
@@ -75,35 +75,15 @@ class Inputs:
 
 
 def run(config: Config, *, resume: bool) -> Path:
-    """Trains, or continues, the run that ``config`` describes, and exports its gates.
-
-    Args:
-        config: the run's configuration.
-        resume: continue from the latest complete checkpoint.
-
-    Returns:
-        The run folder.
-
-    Raises:
-        ConfigError, DataError, CheckpointError: found before anything is started or written.
-        StageTimeoutError, WorkerError, CollapseError: training failed; ``failure.json`` has the first cause.
-    """
+    """As :func:`rlcompute.actors.train.run`, for ``run.method=grpo``."""
     inputs = check(config, resume=resume)
     # Rewards are computed here. The number of threads must not depend on the machine, or their last bits do.
     torch.set_num_threads(1)
     with ray_session(config), RunLog(config, completed=inputs.completed) as log:
         trainer = Trainer(config, inputs, log)
-        try:
+        with reported(trainer, log):
             trainer.start()
             trainer.train()
-        except BaseException as error:
-            path = log.write_failure(
-                error, stage=trainer.stage, details=failure_details(trainer.replies, log.folder.logs)
-            )
-            log.message(f"the run failed; {path} has the first cause, stage, memory and stacks")
-            raise
-        finally:
-            trainer.stop()
         export_gates(config)
     return config.run.folder
 

@@ -27,7 +27,7 @@ from ray.train.v2._internal.execution.callback import ControllerCallback, Worker
 
 from rlcompute.actors.batches import BatchPlan
 from rlcompute.actors.cluster import check_port, ray_session
-from rlcompute.actors.failure import failure_details
+from rlcompute.actors.failure import reported
 from rlcompute.actors.inputs import (
     BackboneFiles,
     checkpoint_to_resume,
@@ -84,17 +84,8 @@ def run(config: Config, *, resume: bool) -> Path:
     inputs = check(config, resume=resume)
     with ray_session(config), RunLog(config, completed=inputs.completed) as log:
         session = Session(config, inputs, log)
-        try:
+        with reported(session, log):
             session.train()
-        except BaseException as error:
-            path = log.write_failure(
-                error, stage=session.stage, details=failure_details(session.replies, log.folder.logs)
-            )
-            log.message(f"the run failed; {path} has the first cause, stage, memory and stacks")
-            raise
-        finally:
-            session.stop()
-        log.draw_rates()
         export_gates(config)
     return config.run.folder
 
