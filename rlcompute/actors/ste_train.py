@@ -86,6 +86,7 @@ def run(config: Config, *, resume: bool) -> Path:
         session = Session(config, inputs, log)
         with reported(session, log):
             session.train()
+        log.draw_rates()
         export_gates(config)
     return config.run.folder
 
