@@ -51,7 +51,7 @@ from rlcompute.runlog import RunLog, check_run_folder
 
 MAX_FAILURES = 3
 """Restarts of the workers before the run gives up."""
-POLL_S = 0.1
+POLL_S = 0.5
 ABORT_S = 15.0
 """How long Ray Train may take to stop its workers; it waits 5 s for each group's goodbye."""
 CONTROLLER_SNAPSHOT = "checkpoint_manager_snapshot.json"
