@@ -76,8 +76,8 @@ ste_sequential := $(THREE) $(BUDGETS) ste.combination=sequential
 ste_shared := $(THREE) ste.combination=shared ste.flops_saved=0.45
 halt_avit := ste.actions=[halt_avit]
 halt_cumulative := ste.actions=[halt_cumulative]
-halt_beta := ste.actions=[halt_beta]
-early_exit := ste.actions=[early_exit]
+halt_beta := ste.actions=[halt_beta] ste.iterations=120
+early_exit := ste.actions=[early_exit] ste.iterations=120
 STE_RUNS := ste_pruner ste_pruner25 ste_skip ste_layers ste_nulls ste_simultaneous ste_alternating ste_sequential ste_shared \
   halt_avit halt_cumulative halt_beta early_exit
 
