@@ -141,11 +141,6 @@ class SteConfig(Section):
     )
 
     @property
-    def halting(self) -> bool:
-        """True if the gate is a halting one, which is alone then."""
-        return self.actions[0] in HALTING
-
-    @property
     def resolved_skip_weight(self) -> float:
         """`skip_weight`, or its default for one action or for several."""
         if self.skip_weight is not None:

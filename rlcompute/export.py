@@ -28,13 +28,20 @@ ADAPTER_LINE = (
 )
 
 
-def latest_checkpoint(run_folder: Path) -> Path:
+def latest_checkpoint(run_folder: Path, *, logged: int | None = None) -> Path:
     """The newest complete checkpoint of a run.
+
+    Args:
+        run_folder: of the run.
+        logged: number of iterations in its `metrics.jsonl`: checkpoints of later ones do not count. None counts all.
 
     Raises:
         CheckpointError: There is none.
     """
     complete = sorted(path.parent for path in RunFolder(run_folder).checkpoints.glob("step_*/COMPLETE"))
+    if logged is not None:
+        # Without any, the newest: whoever continues it says what is missing.
+        complete = [path for path in complete if int(path.name.removeprefix("step_")) <= logged] or complete
     if not complete:
         raise CheckpointError(f"no complete checkpoint in {RunFolder(run_folder).checkpoints}: train first")
     return complete[-1]
@@ -152,7 +159,7 @@ def _aim(config: Config, saved: SavedGates) -> str:
     targets = {
         "token_pruner": f"{ste.prune_keep:.0%} of the visual tokens kept",
         "expert_skip": None
-        if ste.skip_target is None
+        if ste.skip_target is None or len(ste.actions) == 1
         else f"experts skipped for {ste.skip_target:.0%} of tokens",
         "layer_skip": f"{ste.layer_target:.0%} of the layers from {ste.layer_first} on skipped",
     }

@@ -46,7 +46,7 @@ def describe(config: Config) -> list[tuple[str, Rows]]:
     """The plan as titled tables of (what, value).
 
     Raises:
-        ConfigError: The cost table cannot be read.
+        ConfigError: The cost table cannot be read, or gates are to be in a layer that is not there.
         CheckpointError: The backbone's folder is missing or not a transformers checkpoint of a supported family.
         DataError: The training file cannot be used.
     """
@@ -57,6 +57,7 @@ def describe(config: Config) -> list[tuple[str, Rows]]:
     if config.run.method == "ste":
         from rlcompute import plan_ste
 
+        plan_ste.check_gates(config, shape)
         pairs = read_pairs(
             config.data.train, limit_per_task=config.data.pairs_per_task, on_bad_row=config.data.on_bad_row
         ).pairs

@@ -22,14 +22,18 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from rlcompute import environment
 from rlcompute.config import Config
+from rlcompute.errors import ConfigError
 from rlcompute.kernels.gated_delta import CHUNK
 from rlcompute.plan import PROCESS_BYTES, Rows, Shape, placement_rows, size_text
+from rlcompute.policies.ste_layer_skip import LayerSkip
+from rlcompute.policies.ste_pruner import TokenPruner
 
 INNER_WIDTH = 4
 """Bytes of a number inside mixers, which compute in float32 whatever the dtype."""
@@ -199,6 +203,23 @@ def batch_rows(config: Config, lengths: Sequence[tuple[int, int]]) -> Rows:
     ]
 
 
+def check_gates(config: Config, shape: Shape) -> None:
+    """Makes the gates that are tied to a layer, which complain if there is no such layer; looks for peft.
+
+    Raises:
+        ConfigError: a layer that the backbone does not have, or adapters without peft.
+    """
+    if "token_pruner" in config.ste.actions:
+        TokenPruner(config.ste.prune_layer, shape.layers, shape.hidden)
+    if "layer_skip" in config.ste.actions:
+        LayerSkip(config.ste.layer_first, shape.layers, shape.hidden)
+    if config.ste.lora_rank and find_spec("peft") is None:
+        raise ConfigError(
+            f"ste.lora_rank={config.ste.lora_rank} trains an adapter with peft, which is not installed: "
+            "pip install 'rlcompute[lora]', or set ste.lora_rank=0"
+        )
+
+
 def memory_rows(
     config: Config, shape: Shape, widths: Widths, lengths: Sequence[tuple[int, int]], num_pairs: int
 ) -> Rows:
@@ -232,8 +253,11 @@ def memory_rows(
         ("teacher bank, a worker", f"{size_text(bank)} ({num_pairs} pairs)"),
         ("logits of the batch, a worker", size_text(logits)),
         ("gates and AdamW, a worker", size_text(trained)),
+        ("training pairs, the driver and each worker", size_text(Path(config.data.train).stat().st_size)),
         (f"a worker in all, {'on the GPU' if on_gpu else 'with the process itself'}", size_text(total)),
     ]
+    if ste.lora_rank:
+        table.append(("adapters", "not in these figures; see docs/straight_through.md, Memory"))
     if not on_gpu:
         table.append(("workers and driver", size_text(total * config.ray.num_workers + PROCESS_BYTES)))
     available = environment.memory_bytes().get("available")

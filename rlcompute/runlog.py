@@ -145,9 +145,10 @@ def check_run_folder(config: Config, *, resume: bool) -> None:
         )
     changed = _changed_keys(load_config(folder.config), config)
     if changed:
+        hint = " (policy.init_from starts from exported gates)" if config.run.method == "grpo" else ""
         raise ConfigError(
             f"--resume continues {folder.root}, whose results depend on keys that differ now: {'; '.join(changed)}. "
-            "Restore them, or start a new run (policy.init_from starts from exported gates)"
+            f"Restore them, or start a new run{hint}"
         )
 
 
@@ -313,6 +314,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All complete lines of a `metrics.jsonl`; a last line that was cut off by a crash is left out."""
     lines = path.read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines[:-1]]
+
+
+def logged_iterations(path: Path) -> int:
+    """How many iterations, counted from the first, a `metrics.jsonl` holds without a gap; 0 if there is no file."""
+    found = [row["iteration"] for row in read_metrics(path)] if path.is_file() else []
+    return next((count for count, iteration in enumerate(found) if iteration != count + 1), len(found))
 
 
 def _truncate_metrics(path: Path, completed: int) -> None:

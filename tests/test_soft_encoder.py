@@ -146,9 +146,9 @@ def test_hard_masses_give_the_packed_forward(
     flops = FlopModel(backbone)
     torch.testing.assert_close(flops.executed(soft.trace), flops.executed(packed.trace))
     assert soft.terms["alive"].shape == (backbone.num_layers, 1)
-    assert int(soft.actions_NM3.sum()) == int((packed.trace.decided_NS + packed.trace.bypassed_NS)[:-1].sum()) + len(
-        embedded
-    )
+    assert int(soft.actions_NM3.sum()) == int(
+        (packed.trace.decided_NS + packed.trace.bypassed_NS)[:-1].sum()
+    ) + len(embedded)
 
 
 def test_dropped_tokens_reach_nothing(backbone: Backbone, embedded: list[EmbeddedInput]) -> None:
@@ -191,13 +191,15 @@ def _loss(encoded: SoftEncoded) -> Tensor:
     """Something that depends on embeddings, counts and terms."""
     weights = torch.linspace(-1, 1, encoded.embeddings_Sd.numel(), dtype=encoded.embeddings_Sd.dtype)
     counts = encoded.trace.rows_NS.sum() + 0.1 * encoded.trace.entered_NS.square().sum()
-    return (encoded.embeddings_Sd.flatten() * weights).sum() + 1e-3 * counts + 0.01 * encoded.terms["alive"].sum()
+    return (
+        (encoded.embeddings_Sd.flatten() * weights).sum()
+        + 1e-3 * counts
+        + 0.01 * encoded.terms["alive"].sum()
+    )
 
 
 @pytest.mark.parametrize("name", ["drop", "all"])
-def test_gradients_of_masses_equal_differences(
-    tmp_path_factory: pytest.TempPathFactory, name: str
-) -> None:
+def test_gradients_of_masses_equal_differences(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
     """In float64, around masses that are exactly 0 and 1: what a dropped token would do has a gradient too."""
     backbone = load_backbone(write_tiny_checkpoint(tmp_path_factory.mktemp("tiny64")), dtype="float64")
     inputs = backbone.pack(backbone.embed_inputs(every_modality(backbone.preprocessor)[:4]))

@@ -50,8 +50,9 @@ class TrainerState:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint as loaded."""
+    """A checkpoint as loaded, and where from."""
 
+    folder: Path
     gates: SavedGates
     optimizer: dict[str, Tensor]
     state: TrainerState
@@ -127,4 +128,4 @@ def load_checkpoint(folder: Path, parts: Collection[str]) -> Checkpoint:
             f"{folder / STATE}: holds {', '.join(content) or 'nothing'} besides the iteration, but this run needs "
             f"{', '.join(parts)}: resume with the run.method that wrote it, or resume an earlier checkpoint"
         )
-    return Checkpoint(gates, optimizer, state)
+    return Checkpoint(folder, gates, optimizer, state)

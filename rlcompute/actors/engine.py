@@ -29,7 +29,7 @@ from rlcompute.backbones.base import Backbone
 from rlcompute.charge import Charge
 from rlcompute.config import Config
 from rlcompute.data.schema import Pair, Side
-from rlcompute.decision import Bypass, BypassingPolicy, Decision, Full, Policy, Signals
+from rlcompute.decision import Bypass, Decision, Full, Policy, Signals, bypass_of
 from rlcompute.encoder import encode
 from rlcompute.flops import FlopModel
 from rlcompute.pack import EmbeddedInput, Pack
@@ -211,7 +211,7 @@ class _DropRecorder:
         self.dropped_at_L = torch.full((length,), -1, dtype=torch.long)
 
     def bypass(self, layer: int, emb_Sd: Tensor, pack: Pack) -> Bypass | None:
-        return self._policy.bypass(layer, emb_Sd, pack) if isinstance(self._policy, BypassingPolicy) else None
+        return bypass_of(self._policy, layer, emb_Sd, pack)
 
     def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
         decision = self._policy.decide(layer, x_Td, signals, pack)

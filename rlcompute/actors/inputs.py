@@ -14,6 +14,7 @@ from rlcompute.data import Pair, read_pairs
 from rlcompute.export import latest_checkpoint
 from rlcompute.plan import Shape, read_shape
 from rlcompute.policies.checkpoint import check_backbone
+from rlcompute.runlog import RunFolder, logged_iterations
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,9 @@ def read_training_pairs(config: Config) -> tuple[list[Pair], list[str]]:
 
 
 def checkpoint_to_resume(config: Config, backbone: BackboneFiles, parts: tuple[str, ...]) -> Checkpoint:
-    """The newest complete checkpoint of the run.
+    """The newest complete checkpoint of the run whose iterations are all logged.
+
+    A checkpoint that workers write themselves may be ahead of the driver's log when the driver dies.
 
     Args:
         config: of the run.
@@ -75,7 +78,9 @@ def checkpoint_to_resume(config: Config, backbone: BackboneFiles, parts: tuple[s
     Raises:
         CheckpointError: there is none, it is damaged, or it belongs to another backbone.
     """
-    latest = latest_checkpoint(config.run.folder)
+    latest = latest_checkpoint(
+        config.run.folder, logged=logged_iterations(RunFolder(config.run.folder).metrics)
+    )
     checkpoint = load_checkpoint(latest, parts)
     check_backbone(checkpoint.gates, latest, backbone.hash, backbone.folder)
     return checkpoint

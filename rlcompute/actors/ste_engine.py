@@ -149,7 +149,7 @@ class SteEngine:
             teacher_2Bd.flatten(0, 1).to(embeddings_Sd),
             same_BB,
             _unflatten(sums, encoded.terms),
-            cost[0] / cost[1],
+            (cost[0] / cost[1]).to(embeddings_Sd.device),
             self.backbone.num_experts,
             self.backbone.top_k,
         )
@@ -171,6 +171,7 @@ class SteEngine:
         metrics = self._metrics(found, share, embeddings_Sd, teacher_2Bd, same_BB, cost, norm)
         return Step(metrics, group.add(encoded.actions_NM3).cpu().numpy())
 
+    @torch.no_grad()
     def settle(self, pairs: Sequence[Pair]) -> dict[str, float]:
         """Sets the thresholds so that packed inference decides as often as was asked for, or else as was trained.
 
@@ -184,7 +185,8 @@ class SteEngine:
             to decide (no visual tokens to prune) keeps its threshold and has no rate.
         """
         inputs = [self._embed(pair, side) for pair in pairs for side in SIDES]
-        wanted = {kind: self._wanted(kind) for kind in self.gates.gates if kind in SETTLED}
+        rates = {kind: self._wanted(kind) for kind in self.gates.gates if kind in SETTLED}
+        wanted = {kind: rate for kind, rate in rates.items() if rate is not None}
         for kind, rate in wanted.items():
             logits = self._observe(inputs)
             if kind in logits:
@@ -196,14 +198,17 @@ class SteEngine:
             if kind in wanted and kind in observed
         }
 
-    def _wanted(self, kind: str) -> float:
-        """The rate of an action at inference: its target if it has one, or else the one that training came to."""
+    def _wanted(self, kind: str) -> float | None:
+        """The rate of an action at inference: its target if it has one, or else the one that training came to.
+
+        None if it has no target and never had anything to decide.
+        """
         settings = self._config.ste
         targets = {"token_pruner": settings.prune_keep, "layer_skip": settings.layer_target}
         if len(settings.actions) > 1 and settings.skip_target is not None:
             targets["expert_skip"] = settings.skip_target
         if settings.combination == "shared" or kind not in targets:
-            return self._rates[kind]
+            return self._rates.get(kind)
         return targets[kind]
 
     def _observe(self, inputs: Sequence[EmbeddedInput]) -> dict[str, list[Tensor]]:
@@ -240,7 +245,7 @@ class SteEngine:
         keys = [rollout_key(seed, iteration, pair.id, side, 0) for side in SIDES for pair in pairs]
         share = iteration / settings.iterations
         context = StepContext(
-            share=share, temperature=temperature(settings, share), keys_S=as_keys(keys, device), hard=False
+            temperature=temperature(settings, share), keys_S=as_keys(keys, device), hard=False
         )
         encoded = encode_soft(
             self.backbone,

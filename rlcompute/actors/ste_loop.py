@@ -48,6 +48,8 @@ CALIBRATION_PAIRS_PER_TASK = 16
 """Pairs of each task, the first by id, whose hidden states centre and scale the gates' inputs."""
 SETTLING_PAIRS_PER_TASK = 64
 """Pairs of each task, the first by id, on which thresholds are set after training."""
+FIRST_STAGE = "load backbone"
+"""Where every life of a worker begins."""
 STATE_PARTS = ("engine",)
 """What the trainer's state holds besides the iteration."""
 
@@ -94,9 +96,11 @@ def train_loop(options: dict[str, Any]) -> None:
     except PeerLostError:
         raise
     except Exception as error:
-        sender.fail(error)
-        # Any error can be pickled as its text, and the controller must not start workers again for it.
-        raise WorkerError(str(error)) from None
+        try:
+            sender.fail(error)
+        finally:
+            # Any error can be pickled as its text, and the controller must not start workers again for it.
+            raise WorkerError(str(error)) from None
 
 
 def _quieten() -> None:
@@ -113,7 +117,7 @@ class Worker:
     def __init__(self, job: Job, sender: Sender) -> None:
         self._job, self._config, self._sender = job, job.config, sender
         config = job.config
-        sender.send(Stage("load backbone"))
+        sender.send(Stage(FIRST_STAGE))
         self._backbone = load_configured(config, job.backbone_folder)
         if self._backbone.hash != job.backbone["hash"]:
             raise CheckpointError(

@@ -1,29 +1,23 @@
 """Trains straight-through gates on Ray Train and exports them (spec §4).
 
-The driver checks everything that a user can get wrong before Ray starts, then runs ``fit`` in a thread and writes the
+The driver checks configuration, data and checkpoints before Ray starts, then runs ``fit`` in a thread and writes the
 run folder from what the workers send (:mod:`rlcompute.actors.mailbox`). Ray Train restarts workers that died; a worker
 that raised, and silence until the deadline, end the run with their first cause.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray import train
-from ray.exceptions import RayActorError, RayError
-from ray.train.torch import TorchConfig, TorchTrainer
-from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
+from ray.exceptions import RayError
+from ray.train.torch import TorchConfig
 
 from rlcompute.actors.batches import BatchPlan
 from rlcompute.actors.cluster import check_port, ray_session
@@ -37,27 +31,23 @@ from rlcompute.actors.inputs import (
 from rlcompute.actors.mailbox import Begin, Failure, Letter, Note, Row, Stage, start_mailbox
 from rlcompute.actors.messages import Reply
 from rlcompute.actors.pictures import Pictures
-from rlcompute.actors.ste_loop import STATE_PARTS, Job, train_loop
+from rlcompute.actors.ray_train import BACKSTOP, POLL_S, Watch, WatchedTrainer, abort, train_settings
+from rlcompute.actors.ste_loop import FIRST_STAGE, STATE_PARTS, Job, train_loop
 from rlcompute.actors.teacher import cache_path
 from rlcompute.config import Config
 from rlcompute.data import Pair
-from rlcompute.errors import ConfigError, StageTimeoutError, WorkerError
-from rlcompute.export import export_gates, latest_checkpoint
-from rlcompute.plan import Shape
+from rlcompute.errors import StageTimeoutError, WorkerError
+from rlcompute.export import export_gates
+from rlcompute.plan_ste import check_gates
 from rlcompute.policies.checkpoint import straight_through_of
-from rlcompute.policies.ste_layer_skip import LayerSkip
-from rlcompute.policies.ste_pruner import TokenPruner
 from rlcompute.runlog import RunLog, check_run_folder
 
 MAX_FAILURES = 3
 """Restarts of the workers before the run gives up."""
-POLL_S = 0.5
 ABORT_S = 15.0
 """How long Ray Train may take to stop its workers; it waits 5 s for each group's goodbye."""
 CONTROLLER_SNAPSHOT = "checkpoint_manager_snapshot.json"
 """Ray Train's list of checkpoints; of no use to another session, which goes by what is complete on disk."""
-BACKSTOP = 2
-"""Collective operations may wait this many times as long as the driver does, so that the driver speaks first."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +76,8 @@ def run(config: Config, *, resume: bool) -> Path:
         session = Session(config, inputs, log)
         with reported(session, log):
             session.train()
-        log.draw_rates()
         export_gates(config)
+        log.draw_rates()
     return config.run.folder
 
 
@@ -99,55 +89,16 @@ def check(config: Config, *, resume: bool) -> Inputs:
     """
     check_run_folder(config, resume=resume)
     backbone = find_backbone(config)
-    _check_gates(config, backbone.shape)
+    check_gates(config, backbone.shape)
     folder, completed = None, 0
     if resume:
         checkpoint = checkpoint_to_resume(config, backbone, STATE_PARTS)
         straight_through_of(checkpoint.gates, config.run.folder)
-        folder, completed = latest_checkpoint(config.run.folder).resolve(), checkpoint.state.completed
+        folder, completed = checkpoint.folder.resolve(), checkpoint.state.completed
     check_port(config)
     pairs, skipped = read_training_pairs(config)
     BatchPlan(pairs, seed=0, pairs_per_batch=config.ste.pairs_per_batch, key="ste.pairs_per_batch")
     return Inputs(pairs, skipped, backbone, folder, completed)
-
-
-def _check_gates(config: Config, shape: Shape) -> None:
-    """Makes the gates that are tied to a layer, which complain if there is no such layer; looks for peft."""
-    if "token_pruner" in config.ste.actions:
-        TokenPruner(config.ste.prune_layer, shape.layers, shape.hidden)
-    if "layer_skip" in config.ste.actions:
-        LayerSkip(config.ste.layer_first, shape.layers, shape.hidden)
-    if config.ste.lora_rank and find_spec("peft") is None:
-        raise ConfigError(
-            f"ste.lora_rank={config.ste.lora_rank} trains an adapter with peft, which is not installed: "
-            "pip install 'rlcompute[lora]', or set ste.lora_rank=0"
-        )
-
-
-class _Watch(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]  # ray is not typed
-    """Runs in Ray Train's controller: says where it is, and lets no worker that raised be started again."""
-
-    def __init__(self, mailbox: Any) -> None:
-        self._mailbox = mailbox
-
-    def after_controller_start(self, train_run_context: Any) -> None:
-        self._mailbox.set_controller.remote(ray.get_runtime_context().current_actor)
-
-    def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
-        for error in worker_group_status.errors.values():
-            if isinstance(error, WorkerError):
-                raise error
-
-
-class _Trainer(TorchTrainer):  # type: ignore[misc]  # ray is not typed
-    """Without the actor that frees the workers' room after the controller: it needs Ray's dashboard, and polls it.
-
-    :meth:`Session.stop` has the controller free it; if even the driver dies, Ray does so as the job ends.
-    """
-
-    def _create_default_callbacks(self) -> list[Any]:
-        callbacks = super()._create_default_callbacks()
-        return [callback for callback in callbacks if not isinstance(callback, PlacementGroupCleanerCallback)]
 
 
 class Session:
@@ -160,6 +111,7 @@ class Session:
         self._mailbox: Any = start_mailbox()
         self._outcome: BaseException | None = None
         self._lives = 0
+        self._begun = False
         self._places: dict[int, str] = {}
         self._heard = time.monotonic()
         self.stage = "start workers"
@@ -199,14 +151,17 @@ class Session:
     def stop(self) -> None:
         """Ends whatever still runs."""
         try:
+            for letter in ray.get(self._mailbox.take.remote(), timeout=ABORT_S):
+                if isinstance(letter.message, Row):  # a checkpoint of it may be on disk already
+                    self._record(letter.message)
             controller = ray.get(self._mailbox.controller.remote(), timeout=ABORT_S)
             if controller is not None:
-                _abort(controller)
+                abort(controller, ABORT_S)
             ray.kill(self._mailbox)
         except RayError as error:  # the cluster is gone, and the workers with it
             self._log.message(f"the workers could not be stopped: {error}")
 
-    def _trainer(self) -> _Trainer:
+    def _trainer(self) -> WatchedTrainer:
         config, folder = self._config, self._log.folder
         checkpoints = folder.checkpoints.resolve()
         checkpoints.mkdir(exist_ok=True)
@@ -223,7 +178,7 @@ class Session:
             resume=self._inputs.resume,
             mailbox=self._mailbox,
         )
-        return _Trainer(
+        return WatchedTrainer(
             train_loop,
             train_loop_config={"job": job},
             torch_config=TorchConfig(
@@ -241,15 +196,15 @@ class Session:
                 failure_config=train.FailureConfig(
                     max_failures=MAX_FAILURES, controller_failure_limit=MAX_FAILURES
                 ),
-                callbacks=[_Watch(self._mailbox)],
+                callbacks=[Watch(self._mailbox)],
                 logging_config=train.LoggingConfig(log_level="ERROR"),
             ),
         )
 
-    def _fit(self, trainer: _Trainer) -> None:
+    def _fit(self, trainer: WatchedTrainer) -> None:
         """In the thread: runs Ray Train to its end, and keeps what it raised."""
         try:
-            with _train_settings(self._timeout_s):
+            with train_settings(self._timeout_s):
                 trainer.fit()
         except BaseException as error:
             self._outcome = error
@@ -257,7 +212,8 @@ class Session:
     def _read(self) -> None:
         """Takes in what the workers sent."""
         letters: list[Letter] = ray.get(self._mailbox.take.remote(), timeout=self._timeout_s)
-        for letter in letters:
+        # What a worker raised ends the session, but not before what all of them had to say is taken in.
+        for letter in sorted(letters, key=lambda letter: isinstance(letter.message, Failure)):
             self._heard = time.monotonic()
             self.replies[letter.worker] = Reply(
                 letter.worker, host=letter.host, pid=letter.pid, resident_bytes=letter.resident_bytes
@@ -268,6 +224,7 @@ class Session:
         message = letter.message
         match message:
             case Stage(name, done, total):
+                self._lives += name == FIRST_STAGE and letter.worker == 0
                 self.stage = name
                 self._places[letter.worker] = f"{name} ({done} of {total})" if total else name
             case Begin(completed):
@@ -285,8 +242,8 @@ class Session:
 
     def _begin(self, completed: int) -> None:
         """Iterations start, or start again after a death."""
-        self._lives += 1
-        if self._lives == 1:
+        if not self._begun:
+            self._begun = True
             self._log.begin()
         else:
             self._log.message(f"workers were lost and started again; going on after iteration {completed}")
@@ -318,35 +275,3 @@ class Session:
                 f"{places or 'nothing'}). If the stage is just slow, raise ray.stage_timeout_s or lower "
                 "ste.pairs_per_batch; otherwise see the stacks in failure.json"
             )
-
-
-def _abort(controller: Any) -> None:
-    """Has Ray Train's controller stop its workers and itself, and kills it if it does not."""
-    try:
-        ray.get(controller.abort.remote(), timeout=ABORT_S)
-    except RayActorError:
-        return  # it is gone: training is over, or it has just stopped itself
-    except RayError:
-        ray.kill(controller)
-
-
-@contextmanager
-def _train_settings(timeout_s: float) -> Iterator[None]:
-    """Ray Train's settings that exist as environment variables only; it reads them when training starts."""
-    settings = {
-        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(POLL_S),  # a report waits for the next check
-        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(timeout_s),
-        "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": str(BACKSTOP * timeout_s),
-        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-        "RAY_TRAIN_COLLECTIVE_TIMEOUT_S": str(BACKSTOP * timeout_s),
-    }
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -55,6 +55,8 @@ class TorchGroup:
         return self.gather(x)[0]
 
     def _call(self, collective: Callable[..., Any], *arguments: Any) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # this worker's own errors surface here, and are its own
         with _losses():
             collective(*arguments)
             if self._device.type == "cuda":
@@ -65,5 +67,7 @@ class TorchGroup:
 def _losses() -> Iterator[None]:
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise PeerLostError(f"a collective operation failed: {error}") from error

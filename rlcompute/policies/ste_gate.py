@@ -29,14 +29,13 @@ class StepContext:
     """What a training step tells the gates.
 
     Attributes:
-        share: progress of the run, 0..1.
         temperature: of the relaxed decisions, above 0.
         keys_S: int64 noise keys, one a segment (:func:`rlcompute.policies.draws.rollout_key`); None: no noise, so the
             values are what packed inference decides.
-        hard: fades too have the value of the decision, and not that of its probability.
+        hard: fades too have the value of the decision, and not that of its probability: to hold training against
+            packed inference.
     """
 
-    share: float
     temperature: float
     keys_S: Tensor | None
     hard: bool

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from rlcompute.decision import Bypass, BypassingPolicy, Decision, Policy, Signals
+from rlcompute.decision import Bypass, Decision, Policy, Signals, bypass_of
 from rlcompute.kernels.tile_skip import tile_aware_keep
 from rlcompute.pack import Pack
 
@@ -33,8 +33,7 @@ class TileAware:
 
     def bypass(self, layer: int, emb_Sd: Tensor, pack: Pack) -> Bypass | None:
         """The policy's."""
-        policy = self.policy
-        return policy.bypass(layer, emb_Sd, pack) if isinstance(policy, BypassingPolicy) else None
+        return bypass_of(self.policy, layer, emb_Sd, pack)
 
     def decide(self, layer: int, x_Td: Tensor, signals: Signals, pack: Pack) -> Decision:
         """The policy's drops; its skips at no more gate mass in no more tiles. Reads the routing of all tokens."""

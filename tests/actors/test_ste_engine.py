@@ -120,7 +120,7 @@ def test_the_gradient_is_that_of_one_graph(backbone: Backbone, inputs: Path, com
     pairs, settings = BATCHES[0], config.ste
     engine.step(2, pairs, teacher(backbone, pairs))
     keys = [rollout_key(config.run.seed, 2, pair.id, side, 0) for side in SIDES for pair in pairs]
-    context = StepContext(0.5, temperature(settings, 0.5), as_keys(keys), hard=False)
+    context = StepContext(temperature(settings, 0.5), as_keys(keys), hard=False)
     embedded = backbone.embed_inputs(
         [backbone.preprocessor(getattr(pair, side)) for side in SIDES for pair in pairs]
     )
@@ -210,6 +210,11 @@ def test_nothing_to_decide_is_nothing_to_settle(backbone: Backbone, inputs: Path
     before = engine.gates.thresholds()["token_pruner"].clone()
     assert set(engine.settle(texts)) == {"expert_skip", "layer_skip"}
     assert torch.equal(engine.gates.thresholds()["token_pruner"], before)
+
+
+def test_an_action_that_never_decided_has_no_rate_to_settle(backbone: Backbone, inputs: Path) -> None:
+    engine = make_engine(backbone, ste_config(inputs, combination="shared", skip_target=None))
+    assert engine.settle(PAIRS) == {}
 
 
 def test_adapters_are_trained_with_the_gates(inputs: Path) -> None:

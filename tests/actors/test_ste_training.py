@@ -157,7 +157,7 @@ def test_killed_workers_change_nothing(
 
 
 DRIVER = """
-import os, signal, sys
+import os, signal, sys, time
 from rlcompute.actors import train
 from rlcompute.config_loading import load_config
 from rlcompute.runlog import RunLog
@@ -166,7 +166,10 @@ record = RunLog.record
 
 def record_and_die(self, *arguments, **keywords):
     record(self, *arguments, **keywords)
-    if self.iteration == 6:
+    if self.iteration == 7:
+        deadline = time.monotonic() + 60
+        while not (self.folder.checkpoints / "step_000008" / "COMPLETE").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGKILL)
 
 RunLog.record = record_and_die
@@ -191,9 +194,10 @@ def test_a_run_resumed_after_its_driver_was_killed_ends_with_the_same_gates(
         timeout=300,
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    assert len(read_metrics(config.run.folder / "metrics.jsonl")) == 6
+    # The newest checkpoint is ahead of the log: the one before must be taken.
+    assert len(read_metrics(config.run.folder / "metrics.jsonl")) == 7
     assert (config.run.folder / "checkpoints" / "step_000004" / "COMPLETE").exists()
-    assert not (config.run.folder / "checkpoints" / "step_000010").exists()
+    assert (config.run.folder / "checkpoints" / "step_000008" / "COMPLETE").exists()
     assert_same_end(train.run(config, resume=True), reference)
 
 

@@ -114,10 +114,8 @@ def randomised(gate: SteGate, seed: int, dtype: torch.dtype = torch.float32) -> 
     return gate.to(dtype)
 
 
-def context(
-    *, keys_S: Tensor | None = None, temperature: float = 1.0, hard: bool = True, share: float = 0.5
-) -> StepContext:
-    return StepContext(share=share, temperature=temperature, keys_S=keys_S, hard=hard)
+def context(*, keys_S: Tensor | None = None, temperature: float = 1.0, hard: bool = True) -> StepContext:
+    return StepContext(temperature=temperature, keys_S=keys_S, hard=hard)
 
 
 def assert_gradients_match(
