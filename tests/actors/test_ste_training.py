@@ -42,7 +42,7 @@ STE: dict[str, Any] = {
     "ramp_share": 0.2,
     "lr": 0.05,
     "lora_rank": 2,
-    "lora_alpha": 4.0,
+    "lora_alpha": 4,
     "lora_targets": ("attention",),
 }
 
