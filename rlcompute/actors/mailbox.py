@@ -11,6 +11,7 @@ import socket
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -85,6 +86,7 @@ class Mailbox:
     def __init__(self) -> None:
         self._letters: list[Letter] = []
         self._controller: Any = None
+        self._checkpoint: Path | None = None
 
     def put(self, letter: Letter) -> None:
         """Adds a message."""
@@ -94,6 +96,18 @@ class Mailbox:
         """All messages that came since the last call, in order."""
         letters, self._letters = self._letters, []
         return letters
+
+    def set_checkpoint(self, folder: Path) -> None:
+        """Remembers the last checkpoint of this session."""
+        self._checkpoint = folder
+
+    def checkpoint(self) -> Path | None:
+        """The last checkpoint of this session; None before the first.
+
+        Ray Train keeps a list of its own in the run folder, but workers of a driver that was killed may still write it
+        when the next session has begun.
+        """
+        return self._checkpoint
 
     def set_controller(self, controller: Any) -> None:
         """Remembers Ray Train's controller."""
@@ -119,6 +133,15 @@ class Sender:
         """Sends a message and waits until it has arrived."""
         letter = Letter(self._worker, message, socket.gethostname(), os.getpid(), process_memory_bytes())
         ray.get(self._mailbox.put.remote(letter), timeout=self._timeout_s)
+
+    def saved(self, folder: Path) -> None:
+        """Says that a checkpoint is complete, and Ray Train knows of it."""
+        ray.get(self._mailbox.set_checkpoint.remote(folder), timeout=self._timeout_s)
+
+    def last_saved(self) -> Path | None:
+        """The last checkpoint that a worker of this session saved."""
+        folder: Path | None = ray.get(self._mailbox.checkpoint.remote(), timeout=self._timeout_s)
+        return folder
 
     def fail(self, error: Exception) -> None:
         """Sends what this worker raised."""

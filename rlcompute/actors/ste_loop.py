@@ -191,8 +191,7 @@ class Worker:
 
     def _engine(self) -> tuple[SteEngine, int]:
         """The engine and how many iterations it has done."""
-        last = train.get_checkpoint()
-        folder = self._job.resume if last is None else Path(last.path)
+        folder = self._sender.last_saved() or self._job.resume
         if folder is None:
             self._sender.send(Stage("calibration"))
             gates = self._new_gates()
@@ -243,7 +242,7 @@ class Worker:
     def _save(self, engine: SteEngine, completed: int) -> None:
         """Writes a checkpoint into its final place and tells Ray Train about it."""
         self._sender.send(Stage("save checkpoint"))
-        checkpoint = None
+        folder: Path | None = None
         if self._leads:
             folder = save_checkpoint(
                 self._job.checkpoints,
@@ -258,10 +257,11 @@ class Worker:
                 },
                 adapter=self._adapter,
             )
-            checkpoint = train.Checkpoint.from_directory(folder)
         # All workers report: it is a barrier, which keeps them from running ahead of the checkpoint.
         train.report(
             {"iteration": completed},
-            checkpoint=checkpoint,
+            checkpoint=None if folder is None else train.Checkpoint.from_directory(folder),
             checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
         )
+        if folder is not None:
+            self._sender.saved(folder)
