@@ -244,9 +244,7 @@ class SteEngine:
         seed = self._config.run.seed
         keys = [rollout_key(seed, iteration, pair.id, side, 0) for side in SIDES for pair in pairs]
         share = iteration / settings.iterations
-        context = StepContext(
-            temperature=temperature(settings, share), keys_S=as_keys(keys, device), hard=False
-        )
+        context = StepContext(temperature=temperature(settings, share), keys_S=as_keys(keys, device))
         encoded = encode_soft(
             self.backbone,
             *self.backbone.pack(inputs),

@@ -27,8 +27,8 @@ class EarlyExit(SteGate):
     or, once an input has exited, over those up to its exit.
 
     Terms (:func:`rlcompute.policies.ste_halting_base.terms_of`) are over inputs, with e unrelaxed and without noise:
-    ``steps`` of layer l is the probability of running it, ``halted`` that of exiting before it, in the last layer
-    together with that of running it; ``kl`` compares with the prior of as many layers.
+    ``steps`` of layer l is the probability of running it; ``kl`` compares that of exiting before it, in the last layer
+    also that of running it, with the prior of as many layers.
     """
 
     kind: ClassVar[str] = "early_exit"
@@ -76,9 +76,8 @@ class EarlyExit(SteGate):
         """Masses of running the layer, and its terms. All run the first layer."""
         if layer == 0:
             ones_S = self.threshold.new_ones(pack.num_segments)
-            zeros_S = torch.zeros_like(ones_S)
             begin = {"run": ones_S, "survival": ones_S, "left": ones_S}
-            return SoftBypass(ones_S, 0.0, terms_of(zeros_S, ones_S, zeros_S, ones_S), begin)
+            return SoftBypass(ones_S, 0.0, terms_of(ones_S, torch.zeros_like(ones_S), ones_S), begin)
         margin_S = self._margin(layer, emb_Sd)
         noisy_S = with_noise(margin_S, context.keys_S, layer, pack.emb_only())
         survival_S = segments["survival"] * torch.sigmoid(-noisy_S / context.temperature)
@@ -86,11 +85,10 @@ class EarlyExit(SteGate):
         run_S = torch.where(segments["run"].detach() > 0.5, runs_S, segments["run"])
 
         left_S = segments["left"] * torch.sigmoid(-margin_S)
-        halted_S = segments["left"] - left_S
-        kl_S = self._prior.divergence(halted_S, layer - 1)
+        kl_S = self._prior.divergence(segments["left"] - left_S, layer - 1)
         if layer == self.num_layers - 1:
-            halted_S, kl_S = halted_S + left_S, kl_S + self._prior.divergence(left_S, layer)
-        terms = terms_of(halted_S, left_S, kl_S, torch.ones_like(left_S))
+            kl_S = kl_S + self._prior.divergence(left_S, layer)
+        terms = terms_of(left_S, kl_S, torch.ones_like(left_S))
         return SoftBypass(run_S, self._flops, terms, {"run": run_S, "survival": survival_S, "left": left_S})
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlcompute.decision import Decision, Signals
 from rlcompute.pack import Pack
 from rlcompute.policies.ste_gate import START_LOGIT, LinearHeads, SteGate, StepContext, alive_weight
-from rlcompute.soft_decision import Carry, SoftDecision, straight_through
+from rlcompute.soft_decision import Carry, SoftDecision
 
 
 class ExpertSkip(SteGate):
@@ -53,8 +53,6 @@ class ExpertSkip(SteGate):
         signals.charge(self.heads.flops_per_row)
         logits_T = self.heads(layer, x_Td) - self.threshold
         mass_T = torch.sigmoid(-logits_T)
-        if context.hard:
-            mass_T = straight_through(logits_T <= 0, mass_T)
         counted_T = alive_weight(pack, mass_T)
         terms = {"skipped": ((1.0 - mass_T) * counted_T).sum()[None], "tokens": counted_T.sum()[None]}
         return SoftDecision(experts=mass_T, terms=terms)

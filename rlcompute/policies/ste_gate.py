@@ -31,14 +31,11 @@ class StepContext:
     Attributes:
         temperature: of the relaxed decisions, above 0.
         keys_S: int64 noise keys, one a segment (:func:`rlcompute.policies.draws.rollout_key`); None: no noise, so the
-            values are what packed inference decides.
-        hard: fades too have the value of the decision, and not that of its probability: to hold training against
-            packed inference.
+            values are what packed inference decides, but for those of expert skip, which fade.
     """
 
     temperature: float
     keys_S: Tensor | None
-    hard: bool
 
 
 class SteGate(nn.Module, ABC):

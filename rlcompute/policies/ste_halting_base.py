@@ -65,17 +65,17 @@ class Prior:
         return q * (q.clamp_min(torch.finfo(q.dtype).tiny).log() - self.log(layer))
 
 
-def terms_of(halted: Tensor, steps: Tensor, kl: Tensor, tokens: Tensor) -> Terms:
+def terms_of(steps: Tensor, kl: Tensor, tokens: Tensor) -> Terms:
     """What a halting gate sums up in a layer, each [1].
 
     Args:
-        halted: probabilities q_l of halting in this layer.
         steps: probabilities of being there when the layer begins. Over all layers they add up to the tokens' expected
             number of layers: E[N_halt] = steps summed over layers / tokens of one layer.
-        kl: q_l log(q_l / prior), whose sum over layers is the divergence of every token's q from the prior.
+        kl: q_l log(q_l / prior), q_l being the probability of halting in this layer. Its sum over layers is the
+            divergence of every token's q from the prior.
         tokens: how many there were when layer 0 began, 1 each; the same in all layers.
     """
-    each = {"halted": halted, "steps": steps, "kl": kl, "tokens": tokens}
+    each = {"steps": steps, "kl": kl, "tokens": tokens}
     return {name: values.sum().reshape(1) for name, values in each.items()}
 
 
@@ -200,8 +200,7 @@ class TokenHalting(SteGate):
 
         may_T = may_T.to(now.left_T.dtype)
         steps_T, left_T = before["left"] * may_T, now.left_T * may_T
-        halted_T = steps_T - left_T
-        terms = terms_of(halted_T, steps_T, self._prior.divergence(halted_T, layer), may_T)
+        terms = terms_of(steps_T, self._prior.divergence(steps_T - left_T, layer), may_T)
         if layer < self._last - 1:
             carry = {
                 "score": score_T,
@@ -210,7 +209,7 @@ class TokenHalting(SteGate):
                 "over": over_T | halts_T,
             }
         else:
-            last = terms_of(left_T, left_T, self._prior.divergence(left_T, self._last), may_T)
+            last = terms_of(left_T, self._prior.divergence(left_T, self._last), may_T)
             carry = {"last": torch.stack([*last.values()], dim=1).expand(len(x_Td), -1)}
         return SoftDecision(stay=stay_T, terms=terms, tokens=carry)
 

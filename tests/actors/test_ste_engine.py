@@ -120,7 +120,7 @@ def test_the_gradient_is_that_of_one_graph(backbone: Backbone, inputs: Path, com
     pairs, settings = BATCHES[0], config.ste
     engine.step(2, pairs, teacher(backbone, pairs))
     keys = [rollout_key(config.run.seed, 2, pair.id, side, 0) for side in SIDES for pair in pairs]
-    context = StepContext(temperature(settings, 0.5), as_keys(keys), hard=False)
+    context = StepContext(temperature(settings, 0.5), as_keys(keys))
     embedded = backbone.embed_inputs(
         [backbone.preprocessor(getattr(pair, side)) for side in SIDES for pair in pairs]
     )

@@ -18,7 +18,7 @@ from rlcompute.policies.ste_build import build_gates
 from rlcompute.policies.ste_gates import Observed, StraightThroughGates
 from rlcompute.soft_encoder import encode_soft
 from tests.inputs import every_modality
-from tests.policies.ste_inputs import context
+from tests.policies.ste_inputs import context, saturated
 from tests.tiny import write_tiny_checkpoint
 
 TRAINED: tuple[Action, ...] = ("token_pruner", "expert_skip", "layer_skip", "null_experts")
@@ -98,6 +98,8 @@ def test_training_and_inference_agree(
     backbone: Backbone, embedded: list[EmbeddedInput], kinds: tuple[Action, ...]
 ) -> None:
     gates = deciding(backbone, embedded, *kinds)
+    for gate in gates.gates.values():
+        saturated(gate)
     pack = backbone.pack(embedded)
     hard = encode(backbone, *pack, gates.policy())
     with torch.no_grad():

@@ -93,7 +93,6 @@ def test_masses_and_terms_are_those_of_inputs_one_by_one(seed: int) -> None:
         kl += sum(share * math.log(share / (RATE * (1 - RATE) ** n / total)) for n, share in enumerate(q))
     torch.testing.assert_close(terms["steps"].sum().item(), steps)
     torch.testing.assert_close(terms["kl"].sum().item(), kl, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(terms["halted"].sum().item(), float(len(LENGTHS)))
     assert terms["tokens"].tolist() == [len(LENGTHS)] * NUM_LAYERS
 
 
@@ -118,7 +117,7 @@ def test_gradients_are_those_of_the_relaxed_survival(noisy: bool) -> None:
     assert_gradients_match(gate, lambda: (weight_NS * soft(gate, emb_NSd, keys_S)[0][1:]).sum(), surrogate)
 
 
-@pytest.mark.parametrize("name", ["steps", "kl", "halted"])
+@pytest.mark.parametrize("name", ["steps", "kl"])
 def test_terms_have_their_own_gradients(name: str) -> None:
     gate, emb_NSd = drawn(2).double(), rows(2)
     weight_N = torch.linspace(1.0, 2.0, NUM_LAYERS, dtype=torch.float64)

@@ -26,6 +26,7 @@ from tests.policies.ste_inputs import (
     context,
     random_layer,
     randomised,
+    saturated,
 )
 
 SETS = [(kind,) for kind in MAKE] + [tuple(MAKE)]
@@ -51,7 +52,7 @@ def drops(decision: Decision, tokens: int) -> Tensor:
 def test_masses_are_what_inference_decides(kinds: tuple[str, ...]) -> None:
     decided = set()
     for seed in range(4):
-        gates = gates_of(kinds, seed)
+        gates = StraightThroughGates([saturated(gate) for gate in gates_of(kinds, seed).gates.values()])
         soft, hard = gates.soft_policy(context(temperature=0.7)), gates.policy()
         for layer in range(NUM_LAYERS):
             seen = random_layer(seed * NUM_LAYERS + layer)
@@ -86,10 +87,10 @@ def test_masses_are_what_inference_decides(kinds: tuple[str, ...]) -> None:
 
 def test_the_masses_of_several_gates_multiply() -> None:
     seen, together = random_layer(3), gates_of(tuple(MAKE), 5)
-    soft = together.soft_policy(context(hard=False))
+    soft = together.soft_policy(context())
     merged = soft.decide(PRUNE_LAYER, seen.x_Td, seen.signals, seen.pack, {})
     single = {
-        gate.kind: gate.soft(PRUNE_LAYER, seen.x_Td, seen.signals, seen.pack, {}, context(hard=False))
+        gate.kind: gate.soft(PRUNE_LAYER, seen.x_Td, seen.signals, seen.pack, {}, context())
         for gate in together.gates.values()
     }
     torch.testing.assert_close(merged.stay, single["token_pruner"].stay)

@@ -115,9 +115,6 @@ def test_training_forward_equals_the_packed_one(
         torch.testing.assert_close(
             hard.trace.signal_flops_NS[:-1], charged * hard.trace.decided_NS[:-1].double(), rtol=0, atol=0
         )
-    assert float(soft.terms[f"{kind}/halted"].detach().sum()) == pytest.approx(
-        float(soft.terms[f"{kind}/tokens"].detach()[0]), rel=1e-5
-    )
     soft.embeddings_Sd[:, 0].sum().backward()
     assert all(p.grad is not None and float(p.grad.abs().max()) > 0 for p in gates.parameters())
 

@@ -54,7 +54,6 @@ def every_term() -> dict[str, Tensor]:
         "null_experts/probs": torch.tensor([[1.6, 1.0, 0.4, 0.8, 0.2]], dtype=torch.float64),
         "null_experts/tokens": column(4.0),
         "null_experts/real": column(6.0),
-        "halt_avit/halted": column(1.0, 1.0, 2.0),
         "halt_avit/steps": column(4.0, 4.0, 2.0),
         "halt_avit/kl": column(0.5, 0.5, 0.2),
         "halt_avit/tokens": column(4.0, 4.0, 4.0),
