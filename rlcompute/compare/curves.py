@@ -50,11 +50,11 @@ def pictures(
 
 def _curve_point(point: Point, entry: dict[str, Any], full: Point) -> CurvePoint:
     spec = parse(point.spec)
-    panel, (low, high) = panel_of(spec), entry["delta_vs_full"]["ci95"]
+    panel, (low, high) = panel_of(spec, point.method), entry["delta_vs_full"]["ci95"]
     assert panel is not None
     return CurvePoint(
         panel=panel,
-        policy=_learned_name(point, spec) if point.learned else line_name(spec),
+        policy=_with_folders(spec) if point.learned else line_name(spec),
         saved_percent=100.0 * point.lm_saved,
         recall=point.recall_at_1,
         low=full.recall_at_1 + low,
@@ -64,29 +64,25 @@ def _curve_point(point: Point, entry: dict[str, Any], full: Point) -> CurvePoint
     )
 
 
-def _learned_name(point: Point, spec: PolicySpec) -> str:
-    """Name of the line, with what trained it and the folder that tells one group of gates from another."""
+def _with_folders(spec: PolicySpec) -> str:
+    """Name of the line, with the folder that tells one group of gates from another."""
     paths = (Path(str(rule.values["path"])) for rule in spec.rules if rule.name in LEARNED)
     folders = (path.parent.name if path.name == "export" else path.name for path in paths)
-    return " ".join([str(point.method), line_name(spec), *folders])
+    return " ".join([line_name(spec), *folders])
 
 
 def _rated(points: Sequence[Point], budgets: Sequence[float]) -> list[Point]:
-    """Of each kind of action the policy with the highest accuracy at the middle budget, each method of training by
-    itself."""
+    """Of each kind of action and method of training the policy with the highest accuracy at the middle budget."""
     middle = sorted(budgets)[len(budgets) // 2] if budgets else 0.0
     chosen = []
     for panel in (name for name in PANELS if name != EXPERTS):
-        for method in dict.fromkeys([None, *(point.method for point in points)]):
-            able = [
-                point
-                for point in points
-                if panel_of(parse(point.spec)) == panel
-                and point.method == method
-                and reaches(point.lm_saved, middle)
-            ]
-            if able:
-                chosen.append(max(able, key=lambda point: point.recall_at_1))
+        able = [
+            point
+            for point in points
+            if panel_of(parse(point.spec), point.method) == panel and reaches(point.lm_saved, middle)
+        ]
+        if able:
+            chosen.append(max(able, key=lambda point: point.recall_at_1))
     return chosen
 
 
@@ -95,5 +91,5 @@ def _rate_curves(point: Point) -> list[RateCurve]:
     spec = parse(point.resolved)
     # Spaces are where a long title may break.
     readable = point.resolved.replace("+", " + ").replace(",", ", ")
-    name = _learned_name(point, spec) if point.learned else readable
+    name = f"{point.method} {_with_folders(spec)}" if point.learned else readable
     return [RateCurve(name, modality, drop_N, skip_N) for modality, drop_N, skip_N in rates]

@@ -20,16 +20,20 @@ from matplotlib.transforms import ScaledTranslation
 from rlcompute.data.schema import MODALITIES
 from rlcompute.metrics import FloatArray
 from rlcompute.plots import Picture, new_figure, render, wrapped_title
+from rlcompute.policies.checkpoint import METHODS
 from rlcompute.policies.rules import BACKBONES, FREE, RULES, PolicySpec, Rule
 
-TOP_K, TOKENS, SKIPPING, EXPERTS, COMBINED = PANELS = (
+_GATES = {method: f"{method} gates" for method in METHODS.values()}
+TOP_K, TOKENS, SKIPPING, EXPERTS, COMBINED, *_ = PANELS = (
     "adaptive top-k",
     "token pruning",
     "expert skipping",
     "expert pruning",
-    "combined and learned",
+    "combined rules",
+    *_GATES.values(),
 )
-"""Panels of :func:`budget_curves`, in order; rules of the same panel compete by the same kind of action."""
+"""Panels of :func:`budget_curves`, in order; what is in the same panel competes by the same kind of action, or was
+trained by the same method."""
 
 _PANEL_OF_RULE = {
     "uniform_topk": TOP_K,
@@ -45,7 +49,6 @@ _PANEL_OF_RULE = {
     "otsu_logit": SKIPPING,
     "prune_experts": EXPERTS,
     "checkpoint": EXPERTS,
-    "gates": COMBINED,
 }
 
 # Okabe and Ito's palette, without the yellow that white paper swallows: also the colour-blind tell them apart.
@@ -53,7 +56,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#2
 _MARKERS = "osD^vPX"
 _DASHES = ("-", "--", ":")
 _PANEL_INCHES = 4.3
-_DEEPEST = 25.0
+_DEEPEST = 10.0
 """Points under full compute at which the panels end; what lies deeper would flatten all that matters."""
 _LEGEND_INCHES = 0.66
 """From a panel's lower edge to its legend: ticks and a label of two lines."""
@@ -103,8 +106,15 @@ class RateCurve:
     skip_N: FloatArray
 
 
-def panel_of(spec: PolicySpec) -> str | None:
-    """The panel of :func:`budget_curves` that a policy belongs to; None for full compute, which is in all of them."""
+def panel_of(spec: PolicySpec, method: str | None = None) -> str | None:
+    """The panel of :func:`budget_curves` that a policy belongs to; None for full compute, which is in all of them.
+
+    Args:
+        spec: of the policy.
+        method: what trained it (:data:`rlcompute.policies.checkpoint.METHODS`); None if nothing did.
+    """
+    if method is not None:
+        return _GATES[method]
     names = [rule.name for rule in spec.rules]
     if names == ["full"]:
         return None
@@ -139,8 +149,9 @@ def budget_curves(
 ) -> Picture:
     """Recall@1 against what is saved, one panel a kind of action (paper, Fig. 7).
 
-    All panels share their axes, but for the experts kept. In the last one the points of the other panels stand in grey.
-    A point more than 25 points under full compute stands on the lower edge as an open triangle.
+    All panels share their axes, but for the experts kept. In those of combined rules and of gates the points of the
+    other panels stand in grey. A point more than 10 points under full compute stands on the lower edge as an open
+    triangle.
 
     Args:
         points: at least one; panels without points are left out.
@@ -149,7 +160,7 @@ def budget_curves(
         title: put above all panels: what was evaluated, on how many queries.
     """
     panels = [panel for panel in PANELS if any(point.panel == panel for point in points)]
-    columns = min(3, len(panels))
+    columns = 2 if len(panels) == 4 else min(3, len(panels))
     rows = -(-len(panels) // columns)
     names = max(len({point.policy for point in points if point.panel == panel}) for panel in panels)
     figure = new_figure(_PANEL_INCHES * columns, (3.8 + 0.16 * names) * rows + 0.5)
@@ -160,8 +171,8 @@ def budget_curves(
         axes = figure.add_subplot(rows, columns, number + 1, sharey=first)
         first = first or axes
         axes.axhline(full_recall, color="#222222", linewidth=0.9, linestyle=":", label="full compute")
-        if panel == COMBINED:
-            _draw_others(axes, points)
+        if panel == COMBINED or panel in _GATES.values():
+            _draw_others(axes, [point for point in points if point.panel not in (panel, EXPERTS)])
         _draw_lines(axes, [point for point in points if point.panel == panel], lowest)
         axes.set_title(panel, fontweight="bold")
         axes.set_xlabel(
@@ -190,8 +201,7 @@ def _position(point: CurvePoint) -> float:
     return float(point.experts)
 
 
-def _draw_others(axes: Axes, points: Sequence[CurvePoint]) -> None:
-    others = [point for point in points if point.panel not in (COMBINED, EXPERTS)]
+def _draw_others(axes: Axes, others: Sequence[CurvePoint]) -> None:
     if others:
         axes.scatter(
             [point.saved_percent for point in others],
@@ -199,7 +209,7 @@ def _draw_others(axes: Axes, points: Sequence[CurvePoint]) -> None:
             s=12,
             color="#c4c4c4",
             zorder=0,
-            label="rules of the other panels",
+            label="the other panels",
         )
 
 
@@ -218,7 +228,8 @@ def _draw_lines(axes: Axes, points: Sequence[CurvePoint], lowest: float) -> None
             yerr=errors,
             label=name,
             color=colour,
-            marker=_MARKERS[number % len(_MARKERS)],
+            # Of the second seven each colour has another marker than of the first.
+            marker=_MARKERS[(number + number // len(COLOURS)) % len(_MARKERS)],
             markersize=6,
             linewidth=1.4,
             linestyle=dashes if all(point.joined for point in own) else "none",

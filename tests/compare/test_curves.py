@@ -43,9 +43,9 @@ def test_each_method_has_its_lines_and_its_firing_rates(monkeypatch: pytest.Monk
     found = curves.pictures(points, [ENTRY] * len(points), [0.45], "x")
     assert set(found.values()) == {"curves", "rates"}
     assert drawn["lines"][1:] == [
-        ("GRPO gates a", False),
-        ("GRPO gates b", False),
-        ("straight-through gates c", False),
-        ("straight-through gates d", False),
+        ("gates a", False),
+        ("gates b", False),
+        ("gates c", False),
+        ("gates d", False),
     ]
     assert drawn["rates"][1:] == ["GRPO gates b", "straight-through gates c"]

@@ -29,11 +29,13 @@ from rlcompute.compare.pictures import (
 )
 from rlcompute.compare.strength_study import StrengthStudy, study
 from rlcompute.plots import render
-from rlcompute.policies.rules import RULES, parse
+from rlcompute.policies.rules import LEARNED, RULES, parse
 from tests.inputs import every_modality
 from tests.tiny import write_tiny_checkpoint
 
 Draw = Callable[[], Any]
+
+GRPO, STRAIGHT = PANELS[-2:]
 
 
 @pytest.fixture
@@ -70,7 +72,8 @@ def every_panel() -> list[CurvePoint]:
         point(EXPERTS, "prune_experts reap", 0.0, 77.0, experts=8),
         point(EXPERTS, "prune_experts reap", 0.0, 60.0, experts=4),
         point(COMBINED, "uniform_topk k 2 + beta_prune layer 4", 40.0, 75.0),
-        *(point(COMBINED, "gates", 45.0 + n, 78.0 + n, joined=False) for n in range(3)),
+        *(point(GRPO, "gates", 45.0 + n, 78.0 + n, joined=False) for n in range(3)),
+        *(point(STRAIGHT, f"gates {n}", 45.0 + n, 78.0 + n, joined=False) for n in range(30)),
     ]
 
 
@@ -88,32 +91,33 @@ def test_curves_have_the_panels_lines_and_labels_of_their_points(
 ) -> None:
     figure = figure_of(lambda: budget_curves(every_panel(), full_recall=84.0, num_experts=16, title="x"))
     assert [axes.get_title() for axes in figure.axes] == list(PANELS)
-    top_k, _, skipping, experts, combined = figure.axes
+    top_k, _, skipping, experts, combined, grpo, straight = figure.axes
     assert lines(top_k)["uniform_topk"].get_xydata().tolist() == [[10.0, 82.0], [20.0, 80.0]]
     assert lines(experts)["prune_experts reap"].get_xydata().tolist() == [[4.0, 60.0], [8.0, 77.0]]
     assert "experts kept in a layer, of 16" in experts.get_xlabel()
     assert experts.xaxis_inverted()
-    assert lines(combined)["gates"].get_linestyle() == "None"
+    assert lines(grpo)["gates"].get_linestyle() == "None"
     assert lines(top_k)["uniform_topk"].get_linestyle() != "None"
     assert "% of the language model's" in combined.get_xlabel()
-    assert "rules of the other panels" in labels(combined)
+    for learned in (combined, grpo, straight):
+        assert "the other panels" in labels(learned)
     assert all("full compute" in labels(axes) for axes in figure.axes)
     assert len({axes.get_ylim() for axes in figure.axes}) == 1
-    looks = {(x.get_color(), x.get_marker(), x.get_linestyle()) for x in lines(skipping).values()}
-    assert len(looks) == 9
+    for axes, names in ((skipping, 9), (straight, 30)):
+        assert len({(x.get_color(), x.get_marker()) for x in lines(axes).values()}) == names
 
 
 def test_curves_leave_out_panels_without_points(figure_of: Callable[[Draw], Figure]) -> None:
-    points = [point(TOKENS, "beta_prune layer 4", 30.0, 79.0), point(COMBINED, "gates", 30.0, 79.5)]
+    points = [point(TOKENS, "beta_prune layer 4", 30.0, 79.0), point(GRPO, "gates", 30.0, 79.5)]
     figure = figure_of(lambda: budget_curves(points, full_recall=80.0, num_experts=16, title="x"))
-    assert [axes.get_title() for axes in figure.axes] == [TOKENS, COMBINED]
+    assert [axes.get_title() for axes in figure.axes] == [TOKENS, GRPO]
 
 
 def test_what_lies_too_deep_stands_on_the_lower_edge(figure_of: Callable[[Draw], Figure]) -> None:
     points = [point(TOKENS, "random_prune layer 4", saved, recall) for saved, recall in ((30, 79), (65, 20))]
     figure = figure_of(lambda: budget_curves(points, full_recall=80.0, num_experts=16, title="x"))
     bottom = figure.axes[0].get_ylim()[0]
-    assert bottom == 55.0
+    assert bottom == 70.0
     (triangles,) = figure.axes[0].collections[-1:]
     assert np.asarray(triangles.get_offsets()).tolist() == [[65.0, bottom]]
 
@@ -157,9 +161,11 @@ def test_every_rule_has_a_panel() -> None:
         text = name + (
             ":" + ",".join(f"{key}={value}" for key, value in required.items()) if required else ""
         )
-        assert panel_of(parse(text)) in (PANELS if name != "full" else [None])
+        method = "GRPO" if name in LEARNED else None
+        assert panel_of(parse(text), method) in (PANELS if name != "full" else [None])
     assert panel_of(parse("uniform_topk:k=2+beta_prune:layer=4,keep=*")) == COMBINED
-    assert panel_of(parse("gates:path=a")) == COMBINED
+    assert panel_of(parse("gates:path=a"), "GRPO") == GRPO
+    assert panel_of(parse("gates:path=a+beta_prune:layer=4,keep=.5"), "straight-through") == STRAIGHT
 
 
 @pytest.mark.parametrize(
