@@ -73,13 +73,16 @@ ste_nulls := ste.actions=[null_experts] ste.distill_weight=0.0
 ste_simultaneous := $(THREE) $(BUDGETS)
 ste_alternating := $(THREE) $(BUDGETS) ste.combination=alternating
 ste_sequential := $(THREE) $(BUDGETS) ste.combination=sequential
-ste_shared := $(THREE) ste.combination=shared ste.flops_saved=0.45
+ste_shared30 := $(THREE) ste.combination=shared ste.flops_saved=0.30
+ste_shared45 := $(THREE) ste.combination=shared ste.flops_saved=0.45
+ste_shared55 := $(THREE) ste.combination=shared ste.flops_saved=0.55
+ste_shared65 := $(THREE) ste.combination=shared ste.flops_saved=0.65
 halt_avit := ste.actions=[halt_avit]
 halt_cumulative := ste.actions=[halt_cumulative]
 halt_beta := ste.actions=[halt_beta] ste.iterations=120
 early_exit := ste.actions=[early_exit] ste.iterations=120
-STE_RUNS := ste_pruner ste_pruner25 ste_skip ste_layers ste_nulls ste_simultaneous ste_alternating ste_sequential ste_shared \
-  halt_avit halt_cumulative halt_beta early_exit
+STE_RUNS := ste_pruner ste_pruner25 ste_skip ste_layers ste_nulls ste_simultaneous ste_alternating ste_sequential ste_shared30 ste_shared45 \
+  ste_shared55 ste_shared65 halt_avit halt_cumulative halt_beta early_exit
 
 $(STE_RUNS:%=runs/%/export/gate_config.json): runs/%/export/gate_config.json: | $(DEMO_FULL)/.composed
 	$(BIN)/rlcompute train --config configs/ste.yaml $(RESUME) run.name=$* $(foreach option,$($*),'$(option)')

@@ -51,6 +51,16 @@ def test_grpo_is_held_against_the_best_combination_at_the_nearest_budget() -> No
     assert finding.figures[0].value == pytest.approx(2.5)
 
 
+def test_of_several_shared_budgets_that_nearest_to_the_others_is_taken() -> None:
+    near = gates(MOVED)
+    far = {
+        name: replace(near[SHARED], saved=saved, moved=0.99) for name, saved in (("far", 0.7), ("low", 0.2))
+    }
+    finding = CLAIMS["separate_budgets_better"].check(straight_evidence({**far, **near}, RULES))
+    assert finding.judgement.verdict == "agrees", finding.judgement.reason
+    assert finding.figures[0].value == pytest.approx(100 * (MOVED[SEPARATE[0]] - MOVED[SHARED]))
+
+
 def test_missing_combinations_are_named() -> None:
     some = {name: x for name, x in gates(MOVED).items() if name not in ("alternating", "shared")}
     evidence = straight_evidence(some, RULES)
