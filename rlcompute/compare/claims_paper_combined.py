@@ -41,8 +41,8 @@ def combinations() -> list[Claim]:
             "separate_budgets_better",
             "Several actions under one global budget lose more than with a budget each.",
             "global −5.6; simultaneous −3.2, alternating −3.5, sequential −3.7 (Tab. 6, no FLOPs given)",
-            "gates of each separate combination minus those of the shared budget, at the mean of their savings; of several "
-            "shared budgets that nearest to the others' savings",
+            "gates of each separate combination minus those of the shared budget, at the mean of their savings; of "
+            "several shared budgets that nearest to the others' savings",
             "agrees if all three gaps are above 0",
             _separate_better,
             ("full",),
