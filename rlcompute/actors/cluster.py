@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import ray
+from ray._private import ray_constants
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from rlcompute.config import Config
@@ -68,35 +69,67 @@ def ray_session(config: Config) -> Iterator[None]:
         yield
         return
     address = head_address(config)
-    if address is None:
-        _start_private(config)
-    else:
-        _join(address)
-    try:
+    dashboard_port = config.ray.dashboard_port if config.ray.dashboard else None
+    with private_cluster(config.ray.num_workers, dashboard_port) if address is None else _joined(address):
         _reserve_workers(config)
         yield
-    finally:
-        ray.shutdown()
 
 
-def _start_private(config: Config) -> None:
-    # Gloo, over which training workers add up, would listen wherever the host's name leads.
+@contextmanager
+def private_cluster(num_cpus: int, dashboard_port: int | None = None) -> Iterator[None]:
+    """Ray with so many CPUs on this machine, which nothing but this machine can reach; stopped at the end.
+
+    Args:
+        num_cpus: of the cluster.
+        dashboard_port: None: no dashboard.
+    """
+    # Ray gives all its ports to the network, unless it believes to be on a system where it forms no clusters.
+    environment = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
+    # Gloo, over which training workers add up, listens wherever the host's name leads.
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    ray.init(
-        address="local",
-        num_cpus=config.ray.num_workers,
-        include_dashboard=config.ray.dashboard,
-        dashboard_host=LOCALHOST,
-        dashboard_port=config.ray.dashboard_port if config.ray.dashboard else None,
-        _node_ip_address=LOCALHOST,
-        logging_level=logging.WARNING,
-        _system_config=PRIVATE_SYSTEM_CONFIG,
-    )
+        environment["GLOO_SOCKET_IFNAME"] = loopback
+    forms_clusters = ray_constants.ENABLE_RAY_CLUSTER  # read from the environment when Ray was imported
+    with environment_variables(environment):
+        try:
+            ray_constants.ENABLE_RAY_CLUSTER = False
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                include_dashboard=dashboard_port is not None,
+                dashboard_host=LOCALHOST,
+                dashboard_port=dashboard_port,
+                logging_level=logging.WARNING,
+                _system_config=PRIVATE_SYSTEM_CONFIG,
+            )
+            yield
+        finally:
+            ray_constants.ENABLE_RAY_CLUSTER = forms_clusters
+            ray.shutdown()
 
 
-def _join(address: str) -> None:
+def is_private() -> bool:
+    """Whether the connected cluster is one of this machine alone, out of reach of all others."""
+    return bool(ray.util.get_node_ip_address() == LOCALHOST)
+
+
+@contextmanager
+def environment_variables(settings: Mapping[str, str]) -> Iterator[None]:
+    """Sets environment variables, for this process and those that it starts, and restores them at the end."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _joined(address: str) -> Iterator[None]:
     try:
         _check_listening(address)
         ray.init(address=address, logging_level=logging.WARNING)
@@ -105,6 +138,10 @@ def _join(address: str) -> None:
             f"no Ray head answers at {address!r} (from ray.address or RAY_ADDRESS): {error}. Start one with "
             "`ray start --head`, or unset both to use a private local cluster"
         ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def _check_listening(address: str) -> None:

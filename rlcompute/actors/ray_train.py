@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
-from ray.train.torch import TorchTrainer
+from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch.config import _set_torch_distributed_env_vars, _setup_torch_process_group, _TorchBackend
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 
+from rlcompute.actors.cluster import environment_variables
 from rlcompute.errors import WorkerError
 
 POLL_S = 0.5
@@ -46,6 +49,37 @@ class WatchedTrainer(TorchTrainer):  # type: ignore[misc]  # ray is not typed
         return [callback for callback in callbacks if not isinstance(callback, PlacementGroupCleanerCallback)]
 
 
+class PrivateTorchConfig(TorchConfig):  # type: ignore[misc]  # ray is not typed
+    """The process group of workers on one machine: they meet in a file, and no port is opened to the network.
+
+    Torch's own meeting point, a server, listens on all interfaces.
+    """
+
+    @property
+    def backend_cls(self) -> type[_TorchBackend]:
+        return _PrivateTorchBackend
+
+
+class _PrivateTorchBackend(_TorchBackend):  # type: ignore[misc]
+    def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
+        # Every group of workers has a file of its own; the folder goes with this object, in the controller.
+        self._folder = TemporaryDirectory(prefix="rlcompute_", ignore_cleanup_errors=True)
+        worker_group.execute(_set_torch_distributed_env_vars)
+        ready = [
+            worker_group.execute_single_async(
+                rank,
+                _setup_torch_process_group,
+                backend=backend_config.backend,
+                world_rank=rank,
+                world_size=len(worker_group),
+                init_method=(Path(self._folder.name) / "group").as_uri(),
+                timeout_s=backend_config.timeout_s,
+            )
+            for rank in range(len(worker_group))
+        ]
+        ray.get(ready, timeout=backend_config.timeout_s)
+
+
 def abort(controller: Any, timeout_s: float) -> None:
     """Has Ray Train's controller stop its workers and itself, and kills it if it does not."""
     try:
@@ -66,13 +100,5 @@ def train_settings(timeout_s: float) -> Iterator[None]:
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
         "RAY_TRAIN_COLLECTIVE_TIMEOUT_S": str(BACKSTOP * timeout_s),
     }
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
+    with environment_variables(settings):
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

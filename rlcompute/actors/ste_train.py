@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 from ray.train.torch import TorchConfig
 
 from rlcompute.actors.batches import BatchPlan
-from rlcompute.actors.cluster import check_port, ray_session
+from rlcompute.actors.cluster import check_port, is_private, ray_session
 from rlcompute.actors.failure import reported
 from rlcompute.actors.inputs import (
     BackboneFiles,
@@ -31,7 +31,15 @@ from rlcompute.actors.inputs import (
 from rlcompute.actors.mailbox import Begin, Failure, Letter, Note, Row, Stage, start_mailbox
 from rlcompute.actors.messages import Reply
 from rlcompute.actors.pictures import Pictures
-from rlcompute.actors.ray_train import BACKSTOP, POLL_S, Watch, WatchedTrainer, abort, train_settings
+from rlcompute.actors.ray_train import (
+    BACKSTOP,
+    POLL_S,
+    PrivateTorchConfig,
+    Watch,
+    WatchedTrainer,
+    abort,
+    train_settings,
+)
 from rlcompute.actors.ste_loop import FIRST_STAGE, STATE_PARTS, Job, train_loop
 from rlcompute.actors.teacher import cache_path
 from rlcompute.config import Config
@@ -181,7 +189,7 @@ class Session:
         return WatchedTrainer(
             train_loop,
             train_loop_config={"job": job},
-            torch_config=TorchConfig(
+            torch_config=(PrivateTorchConfig if is_private() else TorchConfig)(
                 backend="nccl" if on_gpu else "gloo",
                 timeout_s=ceil(BACKSTOP * self._timeout_s),
             ),

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
 
-from rlcompute.actors.cluster import PRIVATE_SYSTEM_CONFIG
+from rlcompute.actors.cluster import private_cluster
 from rlcompute.actors.engine import RolloutEngine
 from rlcompute.backbones import load_backbone
 from rlcompute.backbones.base import Backbone
@@ -37,13 +35,5 @@ def engine(backbone: Backbone, inputs: Path, tmp_path: Path) -> RolloutEngine:
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
     """A private Ray cluster with two CPUs; runs use it because Ray is connected already."""
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        logging_level=logging.WARNING,
-        _system_config=PRIVATE_SYSTEM_CONFIG,
-    )
-    yield
-    ray.shutdown()
+    with private_cluster(num_cpus=2):
+        yield

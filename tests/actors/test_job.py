@@ -38,21 +38,24 @@ def ray_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "ray.scripts.scripts", *arguments]
 
 
-@pytest.fixture
-def head(tmp_path: Path) -> Iterator[Head]:
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     """Started in the foreground (``--block``), so that stopping it touches no other Ray on the machine."""
-    token = tmp_path / "token"
+    folder = tmp_path_factory.mktemp("head")
+    token = folder / "token"
     token.write_text("0123456789abcdef0123456789abcdef")
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     environment |= {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_worker_niceness": "0",
+        # Ray Train leaves an actor that a head would wait for when it is stopped.
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]]),
     }
     port = free_port()
     command = ray_command("start", "--head", "--block", "--num-cpus=2", "--node-ip-address=127.0.0.1")
-    with tempfile.TemporaryDirectory(prefix="ray") as session, (tmp_path / "head.log").open("w") as log:
+    with tempfile.TemporaryDirectory(prefix="ray") as session, (folder / "head.log").open("w") as log:
         process = subprocess.Popen(
             [
                 *command,
@@ -105,7 +108,22 @@ def submit(head: Head, repository: Path, *command: str) -> subprocess.CompletedP
         time.sleep(1.0)
 
 
-def test_smoke_run_as_a_submitted_job(head: Head, inputs: Path, tmp_path: Path, repository: Path) -> None:
+METHODS = {
+    "grpo": (),
+    "ste": (
+        "run.method=ste",
+        "ste.iterations=3",
+        "ste.pairs_per_batch=4",
+        "ste.prune_layer=1",
+        "ray.num_workers=2",
+    ),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_smoke_run_as_a_submitted_job(
+    head: Head, inputs: Path, tmp_path: Path, repository: Path, method: str
+) -> None:
     overrides = [
         f"run.dir={tmp_path / 'runs'}",
         f"data.train={inputs / 'train.parquet'}",
@@ -113,7 +131,7 @@ def test_smoke_run_as_a_submitted_job(head: Head, inputs: Path, tmp_path: Path, 
         f"backbone.path={inputs / 'checkpoint'}",
     ]
     train = ("python", "-m", "rlcompute", "train", "--config", "configs/smoke.yaml")
-    submitted = submit(head, repository, *train, *overrides)
+    submitted = submit(head, repository, *train, *overrides, *METHODS[method])
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     assert "training 3/3" in submitted.stdout
     assert (tmp_path / "runs" / "smoke" / "export" / "gates.safetensors").is_file()

@@ -26,6 +26,7 @@ from rlcompute.config_loading import dump_yaml
 from rlcompute.errors import CheckpointError, ConfigError, StageTimeoutError, WorkerError
 from rlcompute.policies.gates import init_heads
 from rlcompute.runlog import read_metrics
+from tests.actors.ports import is_loopback, watched_ports
 from tests.actors.tiny_run import make_config
 
 slow = pytest.mark.slow
@@ -74,9 +75,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(inputs: Path, runs: Path, cluster: None) -> Path:
-    """Ten undisturbed iterations on two workers."""
+    """Ten undisturbed iterations on two workers, which open no port to the network."""
     pictures = {"images_every": 5, "overlay_inputs": 2}
-    return train.run(ste_config(inputs, runs, "reference", logging=pictures), resume=False)
+    with watched_ports() as addresses:
+        folder = train.run(ste_config(inputs, runs, "reference", logging=pictures), resume=False)
+    assert addresses
+    assert all(map(is_loopback, addresses)), addresses
+    return folder
 
 
 @slow

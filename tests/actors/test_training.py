@@ -25,6 +25,7 @@ from rlcompute.config import Config
 from rlcompute.config_loading import dump_yaml
 from rlcompute.errors import CheckpointError, StageTimeoutError, WorkerError
 from rlcompute.runlog import read_metrics
+from tests.actors.ports import is_loopback, watched_ports
 from tests.actors.tiny_run import make_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
@@ -41,9 +42,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(inputs: Path, runs: Path, cluster: None) -> Path:
-    """Ten iterations on one worker."""
+    """Ten iterations on one worker, which open no port to the network."""
     pictures = {"images_every": 5, "overlay_inputs": 2}
-    return train.run(make_config(inputs, runs, "one-worker", logging=pictures), resume=False)
+    with watched_ports() as addresses:
+        folder = train.run(make_config(inputs, runs, "one-worker", logging=pictures), resume=False)
+    assert addresses
+    assert all(map(is_loopback, addresses)), addresses
+    return folder
 
 
 def test_a_run_leaves_what_it_promises(reference: Path) -> None:
