@@ -73,10 +73,10 @@ ste_nulls := ste.actions=[null_experts] ste.distill_weight=0.0
 ste_simultaneous := $(THREE) $(BUDGETS)
 ste_alternating := $(THREE) $(BUDGETS) ste.combination=alternating
 ste_sequential := $(THREE) $(BUDGETS) ste.combination=sequential
-ste_shared30 := $(THREE) ste.combination=shared ste.flops_saved=0.30
+ste_shared30 := $(THREE) ste.combination=shared ste.flops_saved=0.30 ste.ramp_share=0.5
 ste_shared45 := $(THREE) ste.combination=shared ste.flops_saved=0.45
 ste_shared55 := $(THREE) ste.combination=shared ste.flops_saved=0.55
-ste_shared65 := $(THREE) ste.combination=shared ste.flops_saved=0.65
+ste_shared65 := $(THREE) ste.combination=shared ste.flops_saved=0.65 ste.flops_weight=8
 halt_avit := ste.actions=[halt_avit]
 halt_cumulative := ste.actions=[halt_cumulative]
 halt_beta := ste.actions=[halt_beta] ste.iterations=120

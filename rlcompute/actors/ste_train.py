@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -43,17 +44,20 @@ from rlcompute.actors.ray_train import (
 from rlcompute.actors.ste_loop import FIRST_STAGE, STATE_PARTS, Job, train_loop
 from rlcompute.actors.teacher import cache_path
 from rlcompute.config import Config
+from rlcompute.config_ste import SteConfig
 from rlcompute.data import Pair
 from rlcompute.errors import StageTimeoutError, WorkerError
 from rlcompute.export import export_gates
 from rlcompute.plan_ste import check_gates
 from rlcompute.policies.checkpoint import straight_through_of
-from rlcompute.runlog import RunLog, check_run_folder
+from rlcompute.runlog import RunLog, check_run_folder, read_metrics
 
 MAX_FAILURES = 3
 """Restarts of the workers before the run gives up."""
 ABORT_S = 15.0
 """How long Ray Train may take to stop its workers; it waits 5 s for each group's goodbye."""
+TOLERANCE = 0.01
+"""How far below a shared budget a run may end before it says so, as a share of the language model's FLOPs."""
 CONTROLLER_SNAPSHOT = "checkpoint_manager_snapshot.json"
 """Ray Train's list of checkpoints; of no use to another session, which goes by what is complete on disk."""
 
@@ -84,9 +88,31 @@ def run(config: Config, *, resume: bool) -> Path:
         session = Session(config, inputs, log)
         with reported(session, log):
             session.train()
+        missing = shortfall(config.ste, read_metrics(log.folder.metrics))
+        if missing is not None:
+            log.message(missing)
         export_gates(config)
         log.draw_rates()
     return config.run.folder
+
+
+def shortfall(ste: SteConfig, rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """What to say if a shared budget was not met; None if it was, or if there is none.
+
+    Args:
+        ste: of the run.
+        rows: its metrics; the last tenth counts.
+    """
+    if ste.combination != "shared":
+        return None
+    last = rows[-ceil(len(rows) / 10) :]
+    saved = sum(row["compute/lm_saved"] for row in last) / len(last)
+    if saved > ste.flops_saved - TOLERANCE:
+        return None
+    return (
+        f"{saved:.1%} of the language model's FLOPs were saved at the end, {ste.flops_saved:.1%} were asked for: raise "
+        f"ste.flops_weight (now {ste.flops_weight:g}) or ste.iterations"
+    )
 
 
 def check(config: Config, *, resume: bool) -> Inputs:

@@ -23,6 +23,7 @@ from rlcompute.actors.mailbox import Row
 from rlcompute.actors.ste_train import Session
 from rlcompute.config import Config
 from rlcompute.config_loading import dump_yaml
+from rlcompute.config_ste import SteConfig
 from rlcompute.errors import CheckpointError, ConfigError, StageTimeoutError, WorkerError
 from rlcompute.policies.gates import init_heads
 from rlcompute.runlog import read_metrics
@@ -253,6 +254,17 @@ def test_a_stopped_worker_is_a_timeout_with_stacks_of_the_others(
     assert time.monotonic() - started < 90
     failure = json.loads((config.run.folder / "failure.json").read_text())
     assert "Thread" in failure["workers"]["0"]["stacks"]
+
+
+def test_a_shared_budget_that_was_not_met_is_said() -> None:
+    """The last tenth of 20 iterations saves 41 %."""
+    rows = [{"compute/lm_saved": 0.5}] * 18 + [{"compute/lm_saved": 0.40}, {"compute/lm_saved": 0.42}]
+    shared = SteConfig.model_validate({"actions": ("token_pruner", "expert_skip"), "combination": "shared"})
+    said = ste_train.shortfall(shared.model_copy(update={"flops_saved": 0.45, "flops_weight": 3.0}), rows)
+    assert said is not None
+    assert "41.0%" in said and "45.0%" in said and "ste.flops_weight (now 3)" in said
+    assert ste_train.shortfall(shared.model_copy(update={"flops_saved": 0.415}), rows) is None
+    assert ste_train.shortfall(shared.model_copy(update={"combination": "alternating"}), rows) is None
 
 
 @slow
