@@ -211,7 +211,11 @@ class RayConfig(Section):
         None,
         description="Address of a running Ray head (null: `RAY_ADDRESS` if set, else a private local cluster).",
     )
-    dashboard: bool = Field(False, description="Start the Ray dashboard with the private local cluster.")
+    dashboard: bool = Field(
+        False,
+        description="Start the Ray dashboard with the private local cluster, on this machine only. It asks for the token "
+        "that `ray get-auth-token` prints.",
+    )
     dashboard_port: int = Field(8265, ge=1024, le=65535, description="Port of that dashboard.")
     stage_timeout_s: Positive = Field(
         300.0,
