@@ -213,8 +213,8 @@ class RayConfig(Section):
     )
     dashboard: bool = Field(
         False,
-        description="Start the Ray dashboard with the private local cluster, on this machine only. It asks for the token "
-        "that `ray get-auth-token` prints.",
+        description="Start the Ray dashboard with the private local cluster, on this machine only. It asks for the "
+        "token that `ray get-auth-token` prints.",
     )
     dashboard_port: int = Field(8265, ge=1024, le=65535, description="Port of that dashboard.")
     stage_timeout_s: Positive = Field(
