@@ -9,7 +9,7 @@ DEMO_FULL := data/demo_full
 GRPO_RUNS := $(foreach seed,0 1 2,$(foreach saved,32 45 55 65,demo$(saved)_seed$(seed)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart data train evaluate export compare compare-final ste claims figures bench test \
+.PHONY: help setup quickstart data data-full train evaluate export compare compare-final ste claims figures bench test \
   test-fast lint format docs demo-model
 
 help: ## Show this list
@@ -28,6 +28,7 @@ $(DEMO)/.composed: | $(VENV)/.installed
 	$(BIN)/rlcompute data demo --out $(DEMO)
 	touch $@
 
+data-full: $(DEMO_FULL)/.composed ## Compose the larger pools that configs/ste.yaml and configs/demo_full.yaml read
 $(DEMO_FULL)/.composed: | $(VENV)/.installed
 	$(BIN)/rlcompute data demo --out $(DEMO_FULL) --train 1000 --test 2000 --final 2000
 	touch $@
@@ -94,14 +95,15 @@ ste: $(STE_RUNS:%=runs/%/export/gate_config.json) $(GRPO_RUNS:%=runs/%/export/ga
 claims: $(RUN)/.exported ## Published claims about adaptive computation, checked on the demo
 	$(BIN)/rlcompute claims --config configs/compare_demo.yaml
 
-figures: $(DEMO_FULL)/.composed ## Every accuracy and compute figure of the README (about 25 minutes on two cores)
+figures: $(DEMO_FULL)/.composed ## The tables of "What it reaches on the demo" in the README (about 25 minutes on two cores)
 	for seed in 0 1 2; do \
 	  options="run.name=quickstart_seed$$seed run.seed=$$seed data.train=data/demo_full/train.parquet \
 	    data.pairs_per_task=500 data.test=data/demo_full/test.parquet evaluation.pairs_per_modality=2000"; \
-	  $(BIN)/rlcompute train --config $(CONFIG) $$options && \
+	  resume=$$(test ! -e runs/quickstart_seed$$seed/checkpoints/latest || echo --resume); \
+	  $(BIN)/rlcompute train --config $(CONFIG) $$resume $$options && \
 	  $(BIN)/rlcompute evaluate --config $(CONFIG) $$options || exit 1; \
 	done
-	$(BIN)/rlcompute train --config configs/demo_full.yaml
+	$(BIN)/rlcompute train --config configs/demo_full.yaml $(if $(wildcard runs/demo_full/checkpoints/latest),--resume)
 	$(BIN)/rlcompute evaluate --config configs/demo_full.yaml
 
 bench: setup ## Every speed figure of the README (about 20 minutes on two idle cores)

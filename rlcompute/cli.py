@@ -108,7 +108,7 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_train(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("train", help="train gates by GRPO on Ray")
+    parser = subparsers.add_parser("train", help="train gates on Ray (run.method: grpo or ste)")
     _add_config(parser)
     parser.add_argument("--resume", action="store_true", help="continue the run from its latest checkpoint")
     parser.add_argument(
