@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from ipaddress import ip_address
 
 import ray
 from ray._private import ray_constants
@@ -20,6 +21,7 @@ CONNECT_TIMEOUT_S = 5.0
 PRIVATE_SYSTEM_CONFIG = {"worker_niceness": 0}
 """On a machine of its own a run's workers are the main job. Ray's default niceness of 15 is for nodes whose raylet must
 stay responsive to others, and lets any other load on the machine starve them."""
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 CHATTY_LOGGERS = ("ray.rllib", "ray.tune", "ray._common.deprecation", "ray._private.authentication")
 """Loggers that warn about RLlib's own deprecated calls and about options that are not used here."""
 
@@ -82,13 +84,17 @@ def private_cluster(num_cpus: int, dashboard_port: int | None = None) -> Iterato
     Args:
         num_cpus: of the cluster.
         dashboard_port: None: no dashboard.
+
+    Raises:
+        ConfigError: the machine has no loopback interface.
     """
     # Ray gives all its ports to the network, unless it believes to be on a system where it forms no clusters.
     environment = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
-    # Gloo, over which training workers add up, listens wherever the host's name leads.
+    # Gloo and NCCL, over which training workers add up, look for an interface that other machines can reach.
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-    if loopback is not None:
-        environment["GLOO_SOCKET_IFNAME"] = loopback
+    if loopback is None:
+        raise ConfigError("this machine has no loopback interface: join a Ray cluster with ray.address")
+    environment |= dict.fromkeys(INTERFACE_VARIABLES, loopback)
     forms_clusters = ray_constants.ENABLE_RAY_CLUSTER  # read from the environment when Ray was imported
     with environment_variables(environment):
         try:
@@ -108,9 +114,9 @@ def private_cluster(num_cpus: int, dashboard_port: int | None = None) -> Iterato
             ray.shutdown()
 
 
-def is_private() -> bool:
-    """Whether the connected cluster is one of this machine alone, out of reach of all others."""
-    return bool(ray.util.get_node_ip_address() == LOCALHOST)
+def is_on_loopback() -> bool:
+    """Whether all of the connected cluster is on this machine and known to it alone."""
+    return all(ip_address(node["NodeManagerAddress"]).is_loopback for node in ray.nodes())
 
 
 @contextmanager

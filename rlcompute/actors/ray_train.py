@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -62,7 +61,7 @@ class PrivateTorchConfig(TorchConfig):  # type: ignore[misc]  # ray is not typed
 
 class _PrivateTorchBackend(_TorchBackend):  # type: ignore[misc]
     def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
-        # Every group of workers has a file of its own; the folder goes with this object, in the controller.
+        # Every group of workers has a file of its own.
         self._folder = TemporaryDirectory(prefix="rlcompute_", ignore_cleanup_errors=True)
         worker_group.execute(_set_torch_distributed_env_vars)
         ready = [
@@ -72,12 +71,18 @@ class _PrivateTorchBackend(_TorchBackend):  # type: ignore[misc]
                 backend=backend_config.backend,
                 world_rank=rank,
                 world_size=len(worker_group),
-                init_method=(Path(self._folder.name) / "group").as_uri(),
+                init_method=f"file://{self._folder.name}/group",  # torch takes the path as it is, unquoted
                 timeout_s=backend_config.timeout_s,
             )
             for rank in range(len(worker_group))
         ]
         ray.get(ready, timeout=backend_config.timeout_s)
+
+    def on_shutdown(self, worker_group: Any, backend_config: TorchConfig) -> None:
+        try:
+            super().on_shutdown(worker_group, backend_config)
+        finally:
+            self._folder.cleanup()
 
 
 def abort(controller: Any, timeout_s: float) -> None:

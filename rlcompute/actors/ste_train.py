@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 from ray.train.torch import TorchConfig
 
 from rlcompute.actors.batches import BatchPlan
-from rlcompute.actors.cluster import check_port, is_private, ray_session
+from rlcompute.actors.cluster import check_port, is_on_loopback, ray_session
 from rlcompute.actors.failure import reported
 from rlcompute.actors.inputs import (
     BackboneFiles,
@@ -215,7 +215,7 @@ class Session:
         return WatchedTrainer(
             train_loop,
             train_loop_config={"job": job},
-            torch_config=(PrivateTorchConfig if is_private() else TorchConfig)(
+            torch_config=(PrivateTorchConfig if is_on_loopback() else TorchConfig)(
                 backend="nccl" if on_gpu else "gloo",
                 timeout_s=ceil(BACKSTOP * self._timeout_s),
             ),

@@ -63,7 +63,7 @@ def combinations() -> list[Claim]:
             "share of the training forward's saving that the dropped tokens alone explain: dropped share times what "
             "random pruning in that layer saves for each; when the saving first reaches half of its final value, and "
             "at the end",
-            "agrees if it is above half at both times",
+            "agrees if it is above half at both times, in every run under one budget",
             _global_drops,
             ("full",),
         ),
@@ -81,17 +81,22 @@ def combinations() -> list[Claim]:
 
 
 def _groups(evidence: Evidence) -> dict[str, Sequence[Point]]:
-    """Of each combination the trainings whose saving is nearest to that of the separate budgets."""
-    entries: dict[str, list[Runs]] = {}
-    for runs in evidence.straight_through:
-        if len(runs.actions) > 1 and runs.combination in (*SEPARATE, SHARED):
-            entries.setdefault(runs.combination, []).append(runs)
-    separate = [runs.lm_saved for name in SEPARATE for runs in entries.get(name, [])]
-    wanted = float(np.mean(separate)) if separate else 0.0
-    return {
-        name: min(found, key=lambda runs: abs(runs.lm_saved - wanted)).points
-        for name, found in entries.items()
-    }
+    """All trainings of each combination; of several shared budgets those whose saving is nearest to the others'.
+
+    The others are the separate budgets or, without any, GRPO.
+    """
+    several = [runs for runs in evidence.straight_through if len(runs.actions) > 1]
+    groups: dict[str, Sequence[Point]] = {}
+    for name in SEPARATE:
+        points = [point for runs in several if runs.combination == name for point in runs.points]
+        if points:
+            groups[name] = points
+    shared = [runs for runs in several if runs.combination == SHARED]
+    if shared:
+        others = [point for points in (groups or evidence.learned).values() for point in points]
+        wanted = _mean_saved({"": others or shared[0].points})
+        groups[SHARED] = min(shared, key=lambda runs: abs(runs.lm_saved - wanted)).points
+    return groups
 
 
 def _needs(names: Sequence[str], check: Callable[[Evidence, Groups], Finding], evidence: Evidence) -> Finding:
@@ -195,7 +200,8 @@ def _drop_share(evidence: Evidence, runs: Runs) -> Finding:
     ]
 
     def rate_at_end(tag: str) -> Figure:
-        return exact(f"{tag} at the end of training", runs.curve(lambda curves: curves.last(f"rate/{tag}")))
+        name = f"{tag} at the end of training, {runs.name}"
+        return exact(name, runs.curve(lambda curves: curves.last(f"rate/{tag}")))
 
     tags = (f"{DROPPING}/keep", "expert_skip/skip", "layer_skip/skip")
     rates = [rate_at_end(tag) for tag in tags if tag.split("/")[0] in runs.actions]

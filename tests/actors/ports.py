@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from ipaddress import IPv6Address, ip_address
 
@@ -11,32 +12,32 @@ import psutil
 
 
 @contextmanager
-def watched_ports() -> Iterator[set[str]]:
-    """Addresses at which anything listens while the context lasts, looked at five times a second."""
-    seen: set[str] = set()
+def watched_ports() -> Iterator[set[tuple[str, str]]]:
+    """What listens while the context lasts, looked at five times a second: title of the process, address."""
+    seen: set[tuple[str, str]] = set()
     done = threading.Event()
 
     def watch() -> None:
         while not done.wait(0.2):
             seen.update(_listening())
 
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield seen
-    finally:
-        done.set()
-        thread.join()
+    with ThreadPoolExecutor() as pool:
+        watching = pool.submit(watch)
+        try:
+            yield seen
+        finally:
+            done.set()
+        watching.result()
 
 
-def _listening() -> Iterator[str]:
+def _listening() -> Iterator[tuple[str, str]]:
     own = psutil.Process()
     for process in [own, *own.children(recursive=True)]:
         try:
             for connection in process.net_connections(kind="tcp"):
                 if connection.status == psutil.CONN_LISTEN:
-                    yield connection.laddr.ip
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
+                    yield " ".join(process.cmdline()), connection.laddr.ip
+        except psutil.NoSuchProcess:
             continue  # it has just ended
 
 

@@ -44,7 +44,9 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     folder = tmp_path_factory.mktemp("head")
     token = folder / "token"
     token.write_text("0123456789abcdef0123456789abcdef")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "GLOO_", "NCCL_"))
+    }
     environment |= {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),

@@ -61,6 +61,25 @@ def test_of_several_shared_budgets_that_nearest_to_the_others_is_taken() -> None
     assert finding.figures[0].value == pytest.approx(100 * (MOVED[SEPARATE[0]] - MOVED[SHARED]))
 
 
+def test_without_separate_budgets_the_shared_one_nearest_to_grpo_is_taken() -> None:
+    near = gates(MOVED)
+    some = {
+        name: replace(near[SHARED], saved=saved, moved=x)
+        for name, saved, x in (("a", 0.6, 0.8), ("b", 0.3, 0.7))
+    }
+    claim = CLAIMS["grpo_beats_straight_through"]
+    finding = claim.check(straight_evidence({**some, "grpo": FakeGates({}, 0.893, saved=0.5)}, RULES))
+    assert finding.figures[0].value == pytest.approx(9.3)
+
+
+def test_every_run_under_one_budget_has_to_drop() -> None:
+    runs = {"some": with_curves(), "few": with_curves(keep=(1.0, 0.8))}
+    finding = CLAIMS["global_budget_drops"].check(straight_evidence(runs, RULES))
+    assert finding.judgement.verdict == "disagrees"
+    names = [figure.name for figure in finding.figures]
+    assert len(set(names)) == len(names)
+
+
 def test_missing_combinations_are_named() -> None:
     some = {name: x for name, x in gates(MOVED).items() if name not in ("alternating", "shared")}
     evidence = straight_evidence(some, RULES)

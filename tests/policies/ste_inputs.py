@@ -115,7 +115,7 @@ def randomised(gate: SteGate, seed: int, dtype: torch.dtype = torch.float32) -> 
 
 
 def saturated(gate: SteGate) -> SteGate:
-    """The gate, but an expert skip, whose masses fade in training, with the same decisions as good as certain."""
+    """The gate itself; of an expert skip, whose masses fade in training, the decisions are made as good as certain."""
     if isinstance(gate, ExpertSkip):
         for tensor in (gate.heads.weight_nd.data, gate.heads.bias_n.data, gate.threshold):
             tensor.mul_(2.0**17)  # a power of two: every logit keeps its sign
