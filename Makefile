@@ -77,7 +77,7 @@ ste_sequential := $(THREE) $(BUDGETS) ste.combination=sequential
 ste_shared30 := $(THREE) ste.combination=shared ste.flops_saved=0.30 ste.ramp_share=0.5
 ste_shared45 := $(THREE) ste.combination=shared ste.flops_saved=0.45
 ste_shared55 := $(THREE) ste.combination=shared ste.flops_saved=0.55
-ste_shared65 := $(THREE) ste.combination=shared ste.flops_saved=0.65 ste.flops_weight=8
+ste_shared65 := $(THREE) ste.combination=shared ste.flops_saved=0.65 ste.flops_weight=8 ste.ramp_share=0.5 ste.prune_layer=1
 halt_avit := ste.actions=[halt_avit]
 halt_cumulative := ste.actions=[halt_cumulative]
 halt_beta := ste.actions=[halt_beta] ste.iterations=120
