@@ -70,7 +70,7 @@ def kept_bytes(backbone: Backbone, config: Config) -> int:
         kept.setdefault(x.untyped_storage().data_ptr(), x)
         return x
 
-    context = StepContext(1.0, torch.arange(len(inputs)), False)
+    context = StepContext(1.0, torch.arange(len(inputs)))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         encode_soft(backbone, *backbone.pack(inputs), gates.soft_policy(context))
     return sum(x.untyped_storage().nbytes() for address, x in kept.items() if address not in weights)
