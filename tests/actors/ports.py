@@ -13,12 +13,12 @@ import psutil
 
 @contextmanager
 def watched_ports() -> Iterator[set[tuple[str, str]]]:
-    """What listens while the context lasts, looked at five times a second: title of the process, address."""
+    """What listens while the context lasts, looked at once a second: title of the process, address."""
     seen: set[tuple[str, str]] = set()
     done = threading.Event()
 
     def watch() -> None:
-        while not done.wait(0.2):
+        while not done.wait(1.0):
             seen.update(_listening())
 
     with ThreadPoolExecutor() as pool:

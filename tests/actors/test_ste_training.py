@@ -142,54 +142,43 @@ def test_one_worker_trains_the_same_gates(reference: Path, inputs: Path, runs: P
         np.testing.assert_allclose(ours[name], tensor, rtol=1e-3, atol=1e-3, err_msg=name)
 
 
-@slow
-@ray_train
-def test_killed_workers_change_nothing(
-    reference: Path, inputs: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One dies around the first checkpoint, and the one that logs and saves around the second."""
-    record, to_kill = Session._record, {3: 1, 7: 0}
-
-    def record_and_kill(self: Session, row: Row) -> None:
-        record(self, row)
-        worker = to_kill.pop(row.iteration, None)
-        if worker is not None:
-            os.kill(self.replies[worker].pid, signal.SIGKILL)
-
-    monkeypatch.setattr(Session, "_record", record_and_kill)
-    monkeypatch.setattr(ste_train, "POLL_S", 0.01)  # iterations take a tenth of a second here
-    folder = train.run(ste_config(inputs, runs, "killed"), resume=False)
-    assert read_metrics(folder / "metrics.jsonl")[-1]["progress/worker_restarts"] == 2
-    assert_same_end(folder, reference)
-
-
 DRIVER = """
 import os, signal, sys, time
-from rlcompute.actors import train
+from rlcompute.actors import ste_train, train
+from rlcompute.actors.ste_train import Session
 from rlcompute.config_loading import load_config
-from rlcompute.runlog import RunLog
 
-record = RunLog.record
+record, to_kill = Session._record, [1]
 
-def record_and_die(self, *arguments, **keywords):
-    record(self, *arguments, **keywords)
-    if self.iteration == 7:
+def record_and_kill(self, row):
+    record(self, row)
+    if row.iteration == 3 and to_kill:
+        os.kill(self.replies[to_kill.pop()].pid, signal.SIGKILL)
+    if row.iteration == 7:
         deadline = time.monotonic() + 60
-        while not (self.folder.checkpoints / "step_000008" / "COMPLETE").exists() and time.monotonic() < deadline:
+        newest = self._log.folder.checkpoints / "step_000008" / "COMPLETE"
+        while not newest.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGKILL)
 
-RunLog.record = record_and_die
+Session._record = record_and_kill
+ste_train.POLL_S = 0.01  # iterations take a tenth of a second here
 train.run(load_config(sys.argv[1]), resume=False)
 """
 
 
 @slow
 @ray_train
-def test_a_run_resumed_after_its_driver_was_killed_ends_with_the_same_gates(
-    reference: Path, inputs: Path, runs: Path, repository: Path, tmp_path: Path
+def test_killed_workers_and_a_killed_driver_change_nothing(
+    reference: Path,
+    inputs: Path,
+    runs: Path,
+    repository: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = ste_config(inputs, runs, "resumed")
+    """A worker dies around the first checkpoint, the driver after the second, then the worker that logs and saves."""
+    config = ste_config(inputs, runs, "killed")
     path = tmp_path / "config.yaml"
     path.write_text(dump_yaml(config))
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
@@ -202,10 +191,23 @@ def test_a_run_resumed_after_its_driver_was_killed_ends_with_the_same_gates(
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     # The newest checkpoint is ahead of the log: the one before must be taken.
-    assert len(read_metrics(config.run.folder / "metrics.jsonl")) == 7
+    rows = read_metrics(config.run.folder / "metrics.jsonl")
+    assert len(rows) == 7 and rows[-1]["progress/worker_restarts"] == 1
     assert (config.run.folder / "checkpoints" / "step_000004" / "COMPLETE").exists()
     assert (config.run.folder / "checkpoints" / "step_000008" / "COMPLETE").exists()
-    assert_same_end(train.run(config, resume=True), reference)
+
+    record, to_kill = Session._record, [0]
+
+    def record_and_kill(self: Session, row: Row) -> None:
+        record(self, row)
+        if row.iteration == 7 and to_kill:
+            os.kill(self.replies[to_kill.pop()].pid, signal.SIGKILL)
+
+    monkeypatch.setattr(Session, "_record", record_and_kill)
+    monkeypatch.setattr(ste_train, "POLL_S", 0.01)
+    folder = train.run(config, resume=True)
+    assert read_metrics(folder / "metrics.jsonl")[-1]["progress/worker_restarts"] == 1
+    assert_same_end(folder, reference)
 
 
 @slow
@@ -265,21 +267,6 @@ def test_a_shared_budget_that_was_not_met_is_said() -> None:
     assert "41.0%" in said and "45.0%" in said and "ste.flops_weight (now 3)" in said
     assert ste_train.shortfall(shared.model_copy(update={"flops_saved": 0.415}), rows) is None
     assert ste_train.shortfall(shared.model_copy(update={"combination": "alternating"}), rows) is None
-
-
-@slow
-@ray_train
-def test_partial_optimiser_state_on_resume_is_an_error(reference: Path, inputs: Path, runs: Path) -> None:
-    folder = runs / "partial" / "reference"
-    shutil.copytree(reference, folder)
-    shutil.rmtree(folder / "checkpoints" / "step_000010")
-    shutil.rmtree(folder / "checkpoints" / "step_000008")
-    optimizer = folder / "checkpoints" / "step_000004" / "optimizer.safetensors"
-    tensors = load_file(optimizer)
-    del tensors[next(name for name in tensors if name.endswith(".exp_avg_sq"))]
-    save_file(tensors, optimizer)
-    with pytest.raises(WorkerError, match=r"(?s)CheckpointError: optimiser state .*exp_avg_sq' is missing"):
-        train.run(ste_config(inputs, runs / "partial", "reference"), resume=True)
 
 
 @slow
