@@ -7,6 +7,7 @@ come back in the order of the batches.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,6 +29,9 @@ from rlcompute.progress import ProgressReporter
 
 STAGE = "calibration"
 LOSSES = "losses_NM"
+STOP_S = 5.0
+"""How long Ray Data may take to stop its workers before they are killed."""
+
 _Row = dict[str, Any]
 
 
@@ -72,7 +76,13 @@ class _Runner:
             num_gpus=1 if config.backbone.device == "cuda" else 0,
             fn_constructor_args=(config,),
         )
-        yield from dataset.iter_rows()
+        try:
+            yield from dataset.iter_rows()
+        finally:
+            # Ray Data stops its workers in a thread.
+            for thread in threading.enumerate():
+                if thread.name.startswith("StreamingExecutor"):
+                    thread.join(STOP_S)
 
 
 class _Worker:
@@ -122,5 +132,7 @@ def _collect(config: Config, batches: Sequence[Sequence[Pair]]) -> list[BatchRes
     except RayError as error:
         raise WorkerError(f"stage {STAGE!r}: a calibration worker raised:\n{error}") from error
     finally:
+        # Ray may lose the CPU of a worker that is stopped in the very moment in which its owner dies.
+        ray.wait([running.completed()], timeout=STOP_S)
         ray.kill(runner)
     return [results[number] for number in range(len(batches))]
