@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -246,14 +245,12 @@ def test_a_stopped_worker_is_a_timeout_with_stacks_of_the_others(
             os.kill(stopped[0], signal.SIGSTOP)
 
     monkeypatch.setattr(Session, "_record", record_and_stop)
-    started = time.monotonic()
     try:
         with pytest.raises(StageTimeoutError, match=r"no training worker got any further within 3 s"):
             train.run(config, resume=False)
     finally:
         for pid in stopped:
             os.kill(pid, signal.SIGKILL)
-    assert time.monotonic() - started < 90
     failure = json.loads((config.run.folder / "failure.json").read_text())
     assert "Thread" in failure["workers"]["0"]["stacks"]
 

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -215,14 +214,12 @@ def test_a_stopped_worker_is_a_timeout_with_stacks_of_the_others(
         return call(self, *arguments, **keywords)
 
     monkeypatch.setattr(WorkerPool, "call", watch)
-    started = time.monotonic()
     try:
         with pytest.raises(StageTimeoutError, match=r"stage 'gradients': rollout worker\(s\) 2"):
             train.run(config, resume=False)
     finally:
         for pid in stopped:
             os.kill(pid, signal.SIGKILL)
-    assert time.monotonic() - started < 60
     failure = json.loads((config.run.folder / "failure.json").read_text())
     assert failure["stage"] == "gradients"
     assert "Thread" in failure["workers"]["1"]["stacks"]
