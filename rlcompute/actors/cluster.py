@@ -22,6 +22,7 @@ PRIVATE_SYSTEM_CONFIG = {"worker_niceness": 0}
 """On a machine of its own a run's workers are the main job. Ray's default niceness of 15 is for nodes whose raylet must
 stay responsive to others, and lets any other load on the machine starve them."""
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Where Gloo and NCCL are told which network interface to use."""
 CHATTY_LOGGERS = ("ray.rllib", "ray.tune", "ray._common.deprecation", "ray._private.authentication")
 """Loggers that warn about RLlib's own deprecated calls and about options that are not used here."""
 

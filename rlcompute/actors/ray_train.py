@@ -59,7 +59,7 @@ class PrivateTorchConfig(TorchConfig):  # type: ignore[misc]  # ray is not typed
         return _PrivateTorchBackend
 
 
-class _PrivateTorchBackend(_TorchBackend):  # type: ignore[misc]
+class _PrivateTorchBackend(_TorchBackend):  # type: ignore[misc]  # ray is not typed
     def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
         # Every group of workers has a file of its own.
         self._folder = TemporaryDirectory(prefix="rlcompute_", ignore_cleanup_errors=True)
